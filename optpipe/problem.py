@@ -109,7 +109,8 @@ class Problem(BaseModel):
                 size = getattr(stage, part)
                 if size is not None and size > stage.activation_bytes:
                     raise _wrong(
-                        f"{key}.{part}", f"{size} is more than activation_bytes, expected at most {stage.activation_bytes}"
+                        f"{key}.{part}",
+                        f"{size} is more than activation_bytes, expected at most {stage.activation_bytes}",
                     )
         used = {stage.device for stage in self.stages}
         for device in range(count):
