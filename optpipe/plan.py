@@ -183,8 +183,8 @@ def _read_ops(value: Any, problem: Problem, file: str | Path) -> Ops:
         rows.append((codes[kind], stage, microbatch, start, end, -1 if moved is None else moved))  # type: ignore
         if not op.keys() <= _OP_KEYS:
             extra[index] = {key: item for key, item in op.items() if key not in _OP_KEYS}
-    columns = zip(*rows, strict=True) if rows else ([],) * 6
-    ops = Ops.columns(*columns, extra=extra)
+    kinds, op_stages, op_microbatches, starts, ends, sizes = zip(*rows, strict=True) if rows else ((),) * 6
+    ops = Ops.columns(kinds, op_stages, op_microbatches, starts, ends, sizes, extra)
     bad = np.flatnonzero(~(np.isfinite(ops.start) & np.isfinite(ops.end)))
     if len(bad):
         raise InputError(file, f"ops[{bad[0]}]", "start and end must be finite numbers")

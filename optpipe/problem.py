@@ -161,7 +161,7 @@ class Problem(BaseModel):
         found: dict[tuple[int, Direction], tuple[int, ...]] = {}
         for device in range(self.num_devices):
             for direction in ("d2h", "h2d"):
-                found[device, direction] = tuple(  # type: ignore[index]
+                found[device, direction] = tuple(
                     index
                     for index, channel in enumerate(self.channels)
                     if any(t.device == device and t.direction == direction for t in channel.transfers)

@@ -130,7 +130,7 @@ def dependencies(problem: Problem, ops: Ops) -> Edges:
         for above in (Kind.B, Kind.BW):
             link(table[above][1:], backward[:-1], comm[:, None])
         link(backward, weight)
-    return Edges(*(np.concatenate(column) for column in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    return Edges(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def rank(ops: Ops) -> Ints:
@@ -226,7 +226,7 @@ def memory_events(problem: Problem, ops: Ops) -> MemoryEvents:
     change(kind == Kind.BW, ops.end, -activation)
     change(kind == Kind.O, ops.end, -moved)
     change(kind == Kind.R, ops.start, moved)
-    return MemoryEvents(*(np.concatenate(column) for column in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    return MemoryEvents(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _is_recomputed(problem: Problem, ops: Ops) -> Bools:
@@ -290,7 +290,9 @@ def device_orders(problem: Problem, ops: Ops) -> list[DeviceOrder]:
     found = []
     for number in range(problem.num_devices):
         own = device == number
-        lanes = [order[own & mask].tolist() for mask in (kind < Kind.O, kind == Kind.O, kind == Kind.R)]
-        mine = {i: tuple(waits[i]) for lane in lanes for i in lane if i in waits}
-        found.append(DeviceOrder(*lanes, waits=mine))
+        compute, offloads, reloads = (
+            order[own & mask].tolist() for mask in (kind < Kind.O, kind == Kind.O, kind == Kind.R)
+        )
+        mine = {i: tuple(waits[i]) for i in (*compute, *offloads, *reloads) if i in waits}
+        found.append(DeviceOrder(compute, offloads, reloads, mine))
     return found
