@@ -1,1 +1,341 @@
-"""The command line of OptPipe: parses, calls, prints."""
+"""The command line of OptPipe: parses, calls, prints.
+
+A command imports what it needs when it runs, so that help is instant and no torch is loaded to check a plan.
+Exit status: 0 done; 1 a check found violations or the run failed; 2 bad input; 3 infeasible; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from optpipe import __version__
+from optpipe.errors import Infeasible, InputError, OptPipeError, RunFailed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from optpipe.task import Task
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+_DEBUG = "optpipe.debug"
+_INTERRUPTED = 130
+
+
+class Front(click.Group):
+    """A group whose errors are one line on stderr, with the exit status of their kind."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a failure becomes one line, with a traceback under ``--debug`` only."""
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort, KeyboardInterrupt, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            if isinstance(error, OptPipeError):
+                _fail(_one_line(error), error.exit_code)
+            _fail(f"{type(error).__name__}: {_flat(str(error))} (a fault of OptPipe; --debug shows where)", 1)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+        """As click's, with its messages cut to one line."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **kwargs)
+        try:
+            status = super().main(*args, standalone_mode=False, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
+        except click.UsageError as error:
+            path = error.ctx.command_path if error.ctx else "optpipe"
+            _fail(f"{path}: {_flat(error.format_message()).rstrip('.')} (see '{path} --help')", error.exit_code)
+        except click.ClickException as error:
+            _fail(_flat(error.format_message()), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            _fail("interrupted", _INTERRUPTED)
+        except BrokenPipeError:
+            # The reader (head, less) has gone: no more output, and none at the interpreter's end either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _one_line(error: OptPipeError) -> str:
+    text = _flat(str(error))
+    budget = getattr(error, "smallest_budget", None)
+    if budget and not any(str(size) in text for size in set(budget)):
+        sizes = str(budget[0]) if len(set(budget)) == 1 else ", ".join(map(str, budget))
+        text += f"; the smallest budget that works is {sizes} bytes a device"
+    return text
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    click.echo(f"Error: {message}", err=True)
+    sys.exit(status)
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+def command(example: str) -> Callable[[Command], click.Command]:
+    """A command of the group, with its example in the help and the options that all commands have."""
+
+    def wrap(function: Command) -> click.Command:
+        return main.command(context_settings=_CONTEXT, epilog=f"\b\nExample:\n  {example}")(debug_option(function))
+
+    return wrap
+
+
+@click.group(cls=Front, context_settings=_CONTEXT)
+@click.version_option(__version__, message="optpipe %(version)s")
+@debug_option
+def main() -> None:
+    r"""Plan and run pipeline-parallel training.
+
+    \b
+    optpipe profile config.yaml        measure the model
+    optpipe solve config.yaml          find the best schedule within the memory
+    optpipe train --schedule plan.json train under it
+    """
+
+
+def _console(width: int | None = None) -> Console:
+    from rich.console import Console
+
+    return Console(width=width, highlight=False, soft_wrap=width is None)
+
+
+@contextlib.contextmanager
+def _working(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something long runs, on a terminal only. Yields what changes its text."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message) as status:
+        yield lambda text: status.update(f"{message} {text}")
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, allow_nan=False))
+
+
+@command("optpipe profile configs/demo.yaml -o profile.json")
+@click.argument("config", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), default="profile.json", help="Where the profile goes.")
+@json_option
+def profile(config: str, output: str, as_json: bool) -> None:
+    """Run the model of CONFIG on its ranks and measure it.
+
+    Per stage: times of F, B, W and of a fused backward, bytes held after F and after B, transfers to the host and
+    back, and the links between stages.
+    """
+    from optpipe.config import Config
+    from runtime import profiler
+
+    settings = Config.read(config)
+    with _working("measuring"):
+        measured = profiler.profile(settings)
+    measured.write(output)
+    if as_json:
+        _print_json({"output": output, **measured.to_json()})
+        return
+    from optpipe.report import profile_table
+
+    console = _console()
+    console.print(profile_table(measured))
+    for warning in measured.warnings:
+        console.print(f"warning: {warning}")
+    console.print(f"written to {output}")
+
+
+@command("optpipe solve profile.json --time-limit 60 -o plan.json")
+@click.argument("task_file", metavar="CONFIG_OR_PROBLEM", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), default="plan.json", help="Where the plan goes.")
+@click.option("--profile", "profile_file", type=click.Path(), help="The profile to plan a config with.")
+@click.option("--method", help="auto, milp, search or the name of a schedule.  [default: auto]")
+@click.option(
+    "--objective",
+    type=click.Choice(["makespan", "span"]),
+    help="Time to shorten.  [default: makespan]",
+)
+@click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), help="Seconds.  [default: 300]")
+@click.option("--gap", type=click.FloatRange(min=0), help="How far from the bound is good enough.  [default: 0.05]")
+@click.option("--threads", type=click.IntRange(min=1), help="Of the solver.  [default: all cores]")
+@click.option("--seed", type=click.IntRange(min=0), help="Same seed, same plan.  [default: 0]")
+@json_option
+def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, **options: Any) -> None:
+    """Find the best schedule that fits the memory.
+
+    CONFIG_OR_PROBLEM: a YAML config with a profile or a problem, a profile, a problem as JSON, or a plan whose
+    problem is solved again. Ctrl-C ends the search and keeps the best plan known.
+    """
+    from optpipe.task import read_task
+
+    task = read_task(task_file, profile_file)
+    try:
+        plan = _solved(task, {name: value for name, value in options.items() if value is not None})
+    except Infeasible as error:
+        if as_json:
+            _print_json({"feasible": False, "message": str(error), "smallest_budget_bytes": error.smallest_budget})
+        raise
+    plan.training, plan.extra = task.training, {**task.extra, **plan.extra}
+    plan.write(output)
+
+    from optpipe import report
+
+    if as_json:
+        _print_json({"feasible": True, "output": output, **report.summary(plan)})
+        return
+    console = _console()
+    for line in report.facts(plan):
+        console.print(line)
+    console.print(report.device_table(plan))
+    console.print(f"written to {output}")
+
+
+def _solved(task: Task, given: dict[str, Any]) -> Any:
+    """The solver's plan; options given on the command line go before those of the file."""
+    from solver.options import SolveOptions
+    from solver.solve import solve as run
+
+    wanted = task.solver
+    options = SolveOptions(
+        method=given.get("method", wanted.method),
+        objective=given.get("objective", wanted.objective),
+        time_limit=given.get("time_limit", wanted.time_limit_s),
+        gap=given.get("gap", wanted.gap),
+        threads=given.get("threads", wanted.threads),
+        seed=given.get("seed", wanted.seed),
+    )
+    with _working("solving"):
+        return run(task.problem, options)
+
+
+@command("optpipe check plan.json --jitter 100")
+@click.argument("plan_file", metavar="PLAN", type=click.Path())
+@click.option(
+    "--jitter", type=click.IntRange(min=0), default=0, metavar="N", help="Replay it N times under random durations too."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the random durations.")
+@json_option
+def check(plan_file: str, jitter: int, seed: int, as_json: bool) -> None:
+    """Verify a plan against its problem; every violation is a line, and the exit status 1.
+
+    With --jitter also replay it under random durations: memory must stay within the plan's whatever they are.
+    """
+    from optpipe import report
+    from optpipe.jitter import check_replays
+    from optpipe.plan import Plan
+    from optpipe.verify import verify_plan
+
+    plan = Plan.read(plan_file)
+    violations = verify_plan(plan)
+    replays = 0 if violations else jitter
+    violations += check_replays(plan.problem, plan.ops, replays, seed) if replays else []
+    if as_json:
+        _print_json({"valid": not violations, "violations": violations, "replays": replays, **report.summary(plan)})
+    else:
+        for line in violations or report.facts(plan):
+            click.echo(line)
+        if not violations:
+            click.echo("valid" + (f", and within its memory in {replays} replays" if replays else ""))
+    if violations:
+        count = len(violations)
+        raise RunFailed(f"{plan_file}: {count} violation{'' if count == 1 else 's'}")
+
+
+@command("optpipe show plan.json --device 0 --from 0 --to 50")
+@click.argument("plan_file", metavar="PLAN", type=click.Path())
+@click.option("--width", type=click.IntRange(min=20), help="Columns.  [default: those of the terminal]")
+@click.option("--device", "devices", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
+@click.option("--stage", "stages", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
+@click.option("--from", "start", type=float, metavar="MS", help="From this time on, in ms.")
+@click.option("--to", "end", type=float, metavar="MS", help="Up to this time, in ms.")
+@click.option("--ascii", "ascii_only", is_flag=True, help="Only characters that any terminal has.")
+@json_option
+def show(
+    plan_file: str,
+    width: int | None,
+    devices: Sequence[int],
+    stages: Sequence[int],
+    start: float | None,
+    end: float | None,
+    ascii_only: bool,
+    as_json: bool,
+) -> None:
+    """Draw a plan: the Gantt chart and the memory of every device."""
+    from optpipe import draw, report
+    from optpipe.plan import Plan
+
+    plan = Plan.read(plan_file)
+    if as_json:
+        _print_json(report.summary(plan))
+        return
+    for option, chosen, count in (
+        ("--device", devices, plan.problem.num_devices),
+        ("--stage", stages, plan.problem.num_stages),
+    ):
+        if chosen and max(chosen) >= count:
+            raise InputError(option, "", f"{max(chosen)} does not exist in {plan_file}, expected 0 to {count - 1}")
+    console = _console(width)
+    ascii_only |= not console.encoding.lower().startswith("utf")
+    try:
+        chart = draw.gantt(
+            plan,
+            console.width,
+            devices=devices or None,
+            stages=stages or None,
+            start=start,
+            end=end,
+            ascii_only=ascii_only,
+        )
+    except ValueError as error:
+        raise InputError("--from/--to", "", str(error)) from None
+    for line in report.facts(plan):
+        console.print(line, soft_wrap=True)
+    console.print(chart)
+
+
+@command("optpipe train --schedule plan.json")
+@click.option(
+    "--schedule", "plan_file", type=click.Path(), required=True, metavar="PLAN", help="The plan to train under."
+)
+@click.option("--config", type=click.Path(), help="A config whose training part goes before the plan's.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps.  [default: the config's]")
+@json_option
+def train(plan_file: str, config: str | None, steps: int | None, as_json: bool) -> None:
+    """Train the model of a plan under its schedule.
+
+    Alone it starts one local process a device; under torchrun it joins the processes that are there.
+    """
+    from runtime import train as trainer
+
+    trainer.train(plan_file, config, steps, as_json)
+
+
+if __name__ == "__main__":
+    main()

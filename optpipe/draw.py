@@ -7,8 +7,8 @@
      mem   |▃▃▃▃▅▅▅▅███████▅▅▅▅▃▃▃▃
 
 A column is a slice of time. Three ways to fill it, by how many columns an op gets: its letter and microbatch in one
-row; letters above the last digits of microbatches; or, where a column holds several ops, the letter of the kind that fills most of
-it, in lower case where the device idles for more than a quarter of the column.
+row; letters above the last digits of microbatches; or, where a column holds several ops, the letter of the kind that
+fills most of it, in lower case where the device idles for more than a quarter of the column.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from optpipe import memory, metrics
+from optpipe import memory
 from optpipe.ops import Bools, Floats, Ints, Kind, Ops
 from optpipe.plan import Plan
+from optpipe.report import size_text
 
 #: One letter a kind, so that an op of one column still shows what it is.
 LETTER = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "X", Kind.C: "C", Kind.O: "O", Kind.R: "R"}
@@ -74,31 +75,6 @@ class Window:
         """The column edge nearest to each time, within the window."""
         position = (times - self.start) * (self.columns / (self.end - self.start))
         return np.clip(np.rint(position), 0, self.columns).astype(np.int64)
-
-
-def size_text(size: float) -> str:
-    """Bytes for people: ``1.5 MB`` (decimal units, three digits)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.4g} TB"
-
-
-def facts(plan: Plan) -> list[str]:
-    """What there is to say about a plan as a whole: its size, its time and how near that is to the best possible."""
-    problem, measured = plan.problem, metrics.measure(plan.problem, plan.ops)
-    sizes = f"{problem.num_devices} devices, {problem.num_stages} stages, {problem.num_microbatches} microbatches"
-    time = [f"makespan {measured.makespan_ms:.5g} ms"]
-    if plan.lower_bound_ms is not None:
-        gap = "" if plan.gap is None else f", gap {max(plan.gap, 0.0):.2%}"
-        time.append(f"proven lower bound {plan.lower_bound_ms:.5g} ms{gap}")
-    time.append(f"bubble {measured.bubble_ratio:.2%}")
-    if any(measured.offloaded_bytes):
-        time.append(f"offloaded {size_text(sum(measured.offloaded_bytes))}")
-    method = plan.solver.get("method")
-    name = problem.name or "plan"
-    return [f"{name}: {sizes}" + (f", by {method}" if method else ""), " · ".join(time)]
 
 
 def gantt(
@@ -166,7 +142,8 @@ def gantt(
         memory_row = _sparkline(time, level, budget, window, ascii_only)
         over |= _OVER in memory_row
         _add(chart, "mem", Text(memory_row))
-    chart.append(_clip(_legend(shown, fill.note, over), width), "dim")
+    lines = [_clip(" " * (_GUTTER + 1) + line, width) for line in _legend(shown, fill.note, over)]
+    chart.append("\n".join(lines), "dim")
     return chart
 
 
@@ -237,16 +214,16 @@ def _filling(ops: Ops, window: Window, microbatches: int, ascii_only: bool) -> _
     typical = float(np.median(lengths)) * window.columns / (window.end - window.start) if len(lengths) else 0.0
     if typical >= 1 + len(str(microbatches - 1)):
         dash = "-" if ascii_only else "─"
-        return _Fill(lambda row: [_labelled(row, window, dash)], "then the microbatch")
+        return _Fill(lambda row: [_labelled(row, window, dash)], "a letter, then the microbatch")
     if typical >= 1:
-        return _Fill(lambda row: _letters_and_digits(row, window), "below it the last digit of the microbatch")
-    return _Fill(lambda row: [_majority(row, window)], "the most of a column; lower case: partly idle")
+        return _Fill(lambda row: _letters_and_digits(row, window), "below a letter the last digit of the microbatch")
+    return _Fill(lambda row: [_majority(row, window)], "the kind that fills most of a column; lower case where partly idle")
 
 
-def _legend(ops: Ops, note: str, over: bool) -> str:
+def _legend(ops: Ops, note: str, over: bool) -> list[str]:
     kinds = [kind for kind in Kind if (ops.kind == kind).any()]
-    words = ", ".join(f"{LETTER[kind]} {MEANING[kind]}" for kind in kinds)
-    return " " * (_GUTTER + 1) + f"{words}; {note}" + (f"; {_OVER} over the budget" if over else "")
+    letters = ", ".join(f"{LETTER[kind]} {MEANING[kind]}" for kind in kinds)
+    return [letters, note + (f"; {_OVER} over the budget" if over else "")]
 
 
 def _spans(ops: Ops, window: Window) -> list[tuple[int, int, Kind, int]]:

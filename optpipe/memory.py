@@ -32,10 +32,9 @@ def levels(problem: Problem, ops: Ops) -> Levels:
     when = events.time - np.where(free, semantics.tolerance(ops), 0.0)
     order = np.lexsort((~free, when, events.device))
     device, delta = events.device[order], events.delta[order]
-    total = np.cumsum(delta)
-    first = np.searchsorted(device, np.arange(problem.num_devices))
-    before = np.where(first > 0, total[np.maximum(first - 1, 0)], 0)
-    return Levels(device, events.time[order], total - before[device], events.op[order])
+    total = np.concatenate([[0], np.cumsum(delta)])
+    before = total[np.searchsorted(device, np.arange(problem.num_devices))]
+    return Levels(device, events.time[order], total[1:] - before[device], events.op[order])
 
 
 def peaks(problem: Problem, ops: Ops) -> list[int]:

@@ -1,0 +1,98 @@
+"""Results for people, as tables and lines, and for machines, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from optpipe import metrics, semantics
+from optpipe.plan import Plan
+
+#: A table of devices is cut to the fullest ones beyond this many.
+MOST_DEVICES = 16
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: ``1.5 MB`` (decimal units, three digits)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.4g} TB"
+
+
+def facts(plan: Plan) -> list[str]:
+    """What there is to say about a plan as a whole, in two lines: what it is, and how good."""
+    problem, measured = plan.problem, metrics.measure(plan.problem, plan.ops)
+    sizes = ", ".join(
+        f"{count} {noun}{'' if count == 1 else 's'}"
+        for count, noun in (
+            (problem.num_devices, "device"),
+            (problem.num_stages, "stage"),
+            (problem.num_microbatches, "microbatch"),
+        )
+    ).replace("batchs", "batches")
+    method = f", by {plan.solver['method']}" if plan.solver.get("method") else ""
+    figures = [f"makespan {measured.makespan_ms:.5g} ms"]
+    if plan.lower_bound_ms is not None:
+        gap = "" if plan.gap is None else f" (gap {max(plan.gap, 0.0):.2%})"
+        figures.append(f"proven lower bound {plan.lower_bound_ms:.5g} ms{gap}")
+    figures.append(f"bubble {measured.bubble_ratio:.2%}")
+    if any(measured.offloaded_bytes):
+        figures.append(f"offloaded {size_text(sum(measured.offloaded_bytes))}")
+    return [f"{problem.name or 'plan'}: {sizes}{method}", " · ".join(figures)]
+
+
+def device_table(plan: Plan) -> Table:
+    """One row a device: its stages, peak against budget, offloaded bytes, and the share of the makespan it computes."""
+    problem, measured = plan.problem, metrics.measure(plan.problem, plan.ops)
+    compute = plan.ops.is_compute
+    device = semantics.device_of(problem, plan.ops)[compute]
+    busy = np.bincount(device, (plan.ops.end - plan.ops.start)[compute], problem.num_devices)
+    table = plain_table("device", "stages", "peak", "budget", "filled", "offloaded", "busy")
+    fullest = sorted(range(problem.num_devices), key=lambda d: (-_filled(plan, measured, d), d))
+    for number in sorted(fullest[:MOST_DEVICES]):
+        budget = problem.devices[number].memory_bytes
+        table.add_row(
+            str(number),
+            ", ".join(map(str, problem.stages_of[number])),
+            size_text(measured.peak_bytes[number]),
+            "no limit" if budget is None else size_text(budget),
+            "" if not budget else f"{measured.peak_bytes[number] / budget:.0%}",
+            size_text(measured.offloaded_bytes[number]) if measured.offloaded_bytes[number] else "-",
+            f"{busy[number] / measured.makespan_ms:.0%}" if measured.makespan_ms else "",
+        )
+    if problem.num_devices > MOST_DEVICES:
+        table.caption = Text(f"the {MOST_DEVICES} fullest of {problem.num_devices} devices")
+    return table
+
+
+def _filled(plan: Plan, measured: metrics.Metrics, device: int) -> float:
+    return measured.peak_bytes[device] / (plan.problem.devices[device].memory_bytes or 2**62)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table that can be pasted: no colours, a rule under the head, numbers to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The same facts for machines: times in ms, sizes in bytes, one entry a device in lists."""
+    problem = plan.problem
+    return {
+        "name": problem.name,
+        "num_devices": problem.num_devices,
+        "num_stages": problem.num_stages,
+        "num_microbatches": problem.num_microbatches,
+        **metrics.measure(problem, plan.ops).to_json(),
+        "lower_bound_ms": plan.lower_bound_ms,
+        "gap": plan.gap,
+        "budget_bytes": [device.memory_bytes for device in problem.devices],
+        "solver": plan.solver,
+    }

@@ -1,0 +1,103 @@
+"""What a file asks to be solved: a config, a problem, a profile, or a plan whose problem is solved again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optpipe import files
+from optpipe import plan as plans
+from optpipe import profile as profiles
+from optpipe.config import Config, SolverConfig
+from optpipe.errors import InputError
+from optpipe.plan import Plan
+from optpipe.problem import Problem
+from optpipe.profile import Profile
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and what goes with it.
+
+    Attributes
+    ----------
+    problem
+        What is to be solved.
+    training
+        The training part of the config, which the plan carries; None where there is nothing to train.
+    solver
+        How the file wants it solved.
+    extra
+        Unknown keys of the plan that the problem came from, kept.
+    """
+
+    problem: Problem
+    training: dict[str, Any] | None = None
+    solver: SolverConfig = field(default_factory=SolverConfig)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
+    """The task of a file. What the file is shows in its content, not in its name.
+
+    Parameters
+    ----------
+    path
+        A YAML config (with ``problem`` or ``profile``), a problem as JSON or YAML, a profile, or a plan.
+    profile
+        The profile that a config is to be planned with, in place of its own ``profile``.
+
+    Raises
+    ------
+    InputError
+        The file is none of these, something in it is wrong, or a config says nothing to solve.
+    """
+    value = _value(path)
+    if not isinstance(value, dict):
+        raise InputError(path, "", "expected a config, a problem, a profile or a plan")
+    kind = value.get("format")
+    if kind == plans.FORMAT or (kind is None and "ops" in value):
+        _no_profile(profile, "a plan")
+        plan = Plan.from_json(value, path)
+        return Task(plan.problem, plan.training, extra=plan.extra)
+    if kind == profiles.FORMAT:
+        _no_profile(profile, "a profile")
+        return _of_profile(Profile.from_json(value, path))
+    if kind is not None:
+        raise InputError(path, "format", f"expected '{plans.FORMAT}' or '{profiles.FORMAT}', not {kind!r:.40}")
+    if "stages" in value or "devices" in value or "num_microbatches" in value:
+        _no_profile(profile, "a problem")
+        return Task(Problem.from_json(value, path))
+    return _of_config(Config.read(path), path, profile)
+
+
+def _value(path: str | Path) -> Any:
+    """What the file holds: JSON where it starts like an object (unless its name says YAML), else YAML."""
+    is_object = files.read_text(path).lstrip().startswith("{")
+    return files.read_json(path) if is_object and Path(path).suffix not in (".yaml", ".yml") else files.read_yaml(path)
+
+
+def _no_profile(profile: str | Path | None, what: str) -> None:
+    if profile is not None:
+        raise InputError("--profile", "", f"goes with a config, but {what} is given")
+
+
+def _of_profile(profile: Profile) -> Task:
+    return Task(profile.to_problem(), profile.training, profile.settings.solver)
+
+
+def _of_config(config: Config, path: str | Path, profile: str | Path | None) -> Task:
+    if config.problem is not None:
+        _no_profile(profile, "one with a problem")
+    source = profile or config.profile
+    if source is not None:
+        return _of_profile(Profile.read(source).for_config(config))
+    if config.problem is None:
+        raise InputError(
+            path, "profile", f"is missing, expected the file that 'optpipe profile {path}' writes, or a problem"
+        )
+    problem = config.problem
+    if config.memory.activation_budget_bytes is not None:
+        problem = problem.with_budgets(config.budgets([0] * problem.num_devices))
+    return Task(problem, config.training() if config.model is not None else None, config.solver)
