@@ -1,0 +1,76 @@
+"""Event-driven list scheduling: any placement, any channels, offload on the fly, memory never exceeded.
+
+A list schedule is decided in the order of time: whenever a device falls free, it starts the op with the smallest
+key of those that can start. The keys and limits come from a :class:`Rule`; ``memory_rule`` keeps a run from
+painting itself into a corner. One run takes some 20 microseconds an op in plain Python.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optpipe.ops import Kind, Ops
+from optpipe.problem import Problem
+from solver.list_scheduler.events import run
+from solver.list_scheduler.rule import KEEP, OFFLOAD, ON_DEMAND, RECOMPUTE, UNBOUNDED, Rule, backward_first, ramp
+from solver.list_scheduler.state import State
+from solver.tables import Tables, tables
+
+__all__ = [
+    "KEEP",
+    "OFFLOAD",
+    "ON_DEMAND",
+    "RECOMPUTE",
+    "UNBOUNDED",
+    "Rule",
+    "State",
+    "backward_first",
+    "list_schedule",
+    "makespan",
+    "ramp",
+    "run",
+    "to_ops",
+]
+
+
+def list_schedule(problem: Problem, rule: Rule) -> Ops | None:
+    """The schedule that ``rule`` makes of ``problem``; None where it needs more memory than there is.
+
+    It needs the activations of one microbatch of all stages of a device to fit at once.
+    """
+    tab = tables(problem)
+    state = run(tab, rule)
+    return None if state is None else to_ops(tab, rule, state)
+
+
+def makespan(tab: Tables, rule: Rule, state: State) -> float:
+    """First start to last end in ms. (The first F of stage 0 starts at 0.)"""
+    return max(state.busy)
+
+
+def to_ops(tab: Tables, rule: Rule, state: State) -> Ops:
+    """The ops of a finished run, by kind, stage and microbatch."""
+    fused = np.asarray(rule.fused, bool)
+    b_start = np.asarray(state.b_start)
+    columns = (
+        (Kind.F, np.asarray(state.f_start), tab.forward),
+        (Kind.B, np.where(fused, -1.0, b_start), tab.backward),
+        (Kind.W, np.asarray(state.w_start), tab.weight),
+        (Kind.BW, np.where(fused, b_start, -1.0), tab.fused),
+        (Kind.C, np.asarray(state.c_start), tab.forward),
+        (Kind.O, np.asarray(state.o_start), tab.offload),
+        (Kind.R, np.asarray(state.r_start), tab.reload),
+    )
+    kinds, stages, microbatches, starts, ends = [], [], [], [], []
+    for kind, start, length in columns:
+        k = np.flatnonzero(start >= 0)
+        stage = k // tab.m
+        kinds.append(np.full(len(k), int(kind)))
+        stages.append(stage)
+        microbatches.append(k % tab.m)
+        starts.append(start[k])
+        ends.append(start[k] + np.asarray(length)[stage])
+    kind_column, stage_column, microbatch_column, start_column, end_column = (
+        np.concatenate(column) for column in (kinds, stages, microbatches, starts, ends)
+    )
+    return Ops.columns(kind_column, stage_column, microbatch_column, start_column, end_column)

@@ -1,0 +1,150 @@
+"""Families of rules for the list scheduler, by a few numbers that mean the same at any size of the problem."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+from solver.list_scheduler import KEEP, OFFLOAD, ON_DEMAND, UNBOUNDED, Rule, ramp
+from solver.tables import Paths, Tables, least_work
+
+_LAST = 1e6  # periods: a key that loses against (negative: wins over) all others
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rule in numbers without a unit: periods (the work of the busiest device for one microbatch), fractions, counts.
+
+    Attributes
+    ----------
+    lean
+        Keys of a stage are shifted by this much of its place in the fill of the pipeline.
+    forward_shift
+        Periods by which a forward's key is later than its ideal time.
+    backward_ideal
+        Backwards are keyed by their ideal time; otherwise they always go first.
+    weight_shift
+        Periods by which a W's key is later than its backward's ideal time; None: W's go last.
+    patience, share_idle, newest_first, reload_first
+        As in :class:`Rule`.
+    alternation
+        As in :class:`Rule`, in periods.
+    flight, flight_extra
+        In flight at most ``ceil(flight * (turn + b) / period + flight_extra)``: what keeps the busiest device busy,
+        times ``flight``, and so many more. ``flight`` infinite: no limit.
+    kept
+        Offload what is in flight beyond the microbatches that fit less ``kept``; None: by ``share``.
+    share
+        Offload this part of the microbatches, evenly spread, relative to what the return time calls for.
+    prefetch, reserve
+        As in :class:`Rule`, for every stage.
+    fuse
+        One BW in place of B and W wherever that is shorter.
+    """
+
+    lean: float = 1.0
+    forward_shift: float = 0.0
+    backward_ideal: bool = False
+    weight_shift: float | None = None
+    patience: float = 0.0
+    share_idle: bool = False
+    alternation: float = 0.0
+    flight: float = math.inf
+    flight_extra: int = 0
+    kept: int | None = 1
+    share: float = 0.0
+    prefetch: int = 1
+    reserve: int = 1
+    newest_first: bool = True
+    reload_first: bool = True
+    fuse: bool = True
+
+    def rule(self, tab: Tables, path: Paths) -> Rule:
+        """The rule for one problem."""
+        period = max(least_work(tab)) or 1.0
+        lean = [self.lean * h for h in path.head]
+        ideal = [shift + turn for shift, turn in zip(lean, path.turn, strict=True)]
+        first = [-_LAST * period] * tab.S
+        backward = ramp(tab, ideal if self.backward_ideal else first, period)
+        if self.weight_shift is None:
+            weight = ramp(tab, [_LAST * period] * tab.S, period)
+        else:
+            weight = ramp(tab, [i + self.weight_shift * period for i in ideal], period)
+        flights = [(t + b) / period for t, b in zip(path.turn, tab.backward, strict=True)]
+        return Rule(
+            forward_key=ramp(tab, [shift + self.forward_shift * period for shift in lean], period),
+            backward_key=backward,
+            weight_key=weight,
+            reload_key=backward,
+            treatment=self._treatment(tab, flights),
+            fused=self._fused(tab),
+            threshold=[max(1, _slots(tab, s) - (self.kept or 0)) for s in range(tab.S)],
+            prefetch=[self.prefetch] * tab.S,
+            limit=[self._limit(flight) for flight in flights],
+            reserve=[self.reserve] * tab.S,
+            patience=self.patience,
+            share_idle=self.share_idle,
+            alternation=self.alternation * period,
+            newest_first=self.newest_first,
+            reload_first=self.reload_first,
+        )
+
+    def _limit(self, flight: float) -> int:
+        if math.isinf(self.flight):
+            return UNBOUNDED
+        return max(1, math.ceil(self.flight * flight - 1e-9) + self.flight_extra)
+
+    def _fused(self, tab: Tables) -> list[int]:
+        cheaper = [f < b + w for f, b, w in zip(tab.fused, tab.backward, tab.weight, strict=True)]
+        return [int(self.fuse and cheaper[s]) for s in range(tab.S) for _ in range(tab.m)]
+
+    def _treatment(self, tab: Tables, flights: list[float]) -> list[int]:
+        treatment: list[int] = []
+        for s in range(tab.S):
+            if not tab.movable[s]:
+                treatment += [KEEP] * tab.m
+            elif self.kept is not None:
+                treatment += [ON_DEMAND] * tab.m
+            else:
+                part = min(1.0, self.share * max(0.0, 1.0 - _slots(tab, s) / max(flights[s], 1e-9)))
+                treatment += spread(tab.m, part)
+        return treatment
+
+
+def spread(m: int, part: float, phase: float = 0.0) -> list[int]:
+    """OFFLOAD for this part of m microbatches, evenly spread; KEEP for the others."""
+    return [OFFLOAD if math.floor((j + 1) * part + phase) > math.floor(j * part + phase) else KEEP for j in range(m)]
+
+
+def _slots(tab: Tables, s: int) -> int:
+    """How many microbatches' activations of all stages of the device fit at once."""
+    d = tab.device[s]
+    return min(UNBOUNDED, tab.budget[d] // max(1, tab.whole[d]))
+
+
+def draw(tab: Tables, rng: random.Random) -> Policy:
+    """A random policy."""
+    policy = Policy(
+        lean=rng.choice([0.0, 1.0, -1.0, 0.5]),
+        forward_shift=rng.choice([-1.0, 0.0, 0.0, 1.0, 2.0, 4.0]),
+        backward_ideal=rng.random() < 0.5,
+        weight_shift=rng.choice([None, None, None, 0.5, 1.0, 2.0, 4.0, 8.0]),
+        patience=rng.choice([0.0, 0.0, 0.5, 1.0, 1.0]),
+        share_idle=rng.random() < 0.3,
+        alternation=rng.choice([0.0, 0.0, 0.0, 0.5, 1.0, 2.0]),
+        flight=rng.choice([1.0, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, math.inf]),
+        flight_extra=rng.choice([0, 0, 1, 2, 3, 4]),
+        fuse=rng.random() < 0.5,
+    )
+    if not any(tab.movable):
+        return policy
+    return replace(
+        policy,
+        kept=rng.choice([0, 1, 2, 3, None]),
+        share=rng.choice([0.6, 0.8, 1.0, 1.2, 1.5]),
+        prefetch=rng.choice([0, 0, 1, 1, 2, 3]),
+        reserve=rng.choice([0, 0, 1, 1, 2]),
+        newest_first=rng.random() < 0.5,
+        reload_first=rng.random() < 0.75,
+    )
