@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
@@ -49,6 +51,7 @@ class Front(click.Group):
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         """As click's, with its messages cut to one line."""
+        kwargs["prog_name"] = "optpipe"
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
@@ -68,6 +71,19 @@ class Front(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         sys.exit(status if isinstance(status, int) else 0)
+
+
+class Number(click.FloatRange):
+    """A finite number of at least ``min``."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; NaN and infinities are refused."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 def _flat(text: str) -> str:
@@ -139,6 +155,15 @@ def _working(message: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{message} {text}")
 
 
+def _check_output(path: str) -> None:
+    """Refuse, before anything long begins, a place where nothing can be written."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(path, "", "cannot be written: it is a folder")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(path, "", f"cannot be written: no folder {target.parent} that can be written to")
+
+
 def _print_json(value: Any) -> None:
     click.echo(json.dumps(value, allow_nan=False))
 
@@ -154,9 +179,11 @@ def profile(config: str, output: str, as_json: bool) -> None:
     back, and the links between stages.
     """
     from optpipe.config import Config
-    from runtime import profiler
 
     settings = Config.read(config)
+    _check_output(output)
+    from runtime import profiler
+
     with _working("measuring"):
         measured = profiler.profile(settings)
     measured.write(output)
@@ -182,8 +209,8 @@ def profile(config: str, output: str, as_json: bool) -> None:
     type=click.Choice(["makespan", "span"]),
     help="Time to shorten.  [default: makespan]",
 )
-@click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), help="Seconds.  [default: 300]")
-@click.option("--gap", type=click.FloatRange(min=0), help="How far from the bound is good enough.  [default: 0.05]")
+@click.option("--time-limit", type=Number(min=0, min_open=True), help="Seconds.  [default: 300]")
+@click.option("--gap", type=Number(min=0), help="How far from the bound is good enough.  [default: 0.05]")
 @click.option("--threads", type=click.IntRange(min=1), help="Of the solver.  [default: all cores]")
 @click.option("--seed", type=click.IntRange(min=0), help="Same seed, same plan.  [default: 0]")
 @json_option
@@ -196,6 +223,7 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     from optpipe.task import read_task
 
     task = read_task(task_file, profile_file)
+    _check_output(output)
     try:
         plan = _solved(task, {name: value for name, value in options.items() if value is not None})
     except Infeasible as error:
@@ -273,8 +301,8 @@ def check(plan_file: str, jitter: int, seed: int, as_json: bool) -> None:
 @click.option("--width", type=click.IntRange(min=20), help="Columns.  [default: those of the terminal]")
 @click.option("--device", "devices", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
 @click.option("--stage", "stages", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
-@click.option("--from", "start", type=float, metavar="MS", help="From this time on, in ms.")
-@click.option("--to", "end", type=float, metavar="MS", help="Up to this time, in ms.")
+@click.option("--from", "start", type=Number(), metavar="MS", help="From this time on, in ms.")
+@click.option("--to", "end", type=Number(), metavar="MS", help="Up to this time, in ms.")
 @click.option("--ascii", "ascii_only", is_flag=True, help="Only characters that any terminal has.")
 @json_option
 def show(
