@@ -1,0 +1,123 @@
+"""What a training run says of itself: a record a step, a summary at the end, and a file of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from optpipe.errors import InputError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step.
+
+    Attributes
+    ----------
+    step
+        Its number, from 1.
+    loss
+        Mean over the batch's tokens.
+    learning_rate, grad_norm
+        Of this step; the norm is that of all gradients together, before clipping (None: not clipped).
+    pipeline_ms
+        The schedule as it ran: start of the step to the end of the last op on any device.
+    step_ms
+        The whole step, with data, clipping and optimiser.
+    tokens_per_s
+        Tokens of the batch over ``step_ms``.
+    bubble_ratio
+        1 - (all compute time) / (devices x ``pipeline_ms``).
+    peak_bytes, host_peak_bytes
+        Per device: activation bytes as the plan counts them, and offloaded bytes on the host.
+    load
+        Wall time over CPU time of compute; above 1 the cores had other work. None on CUDA.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    pipeline_ms: float
+    step_ms: float
+    tokens_per_s: float
+    bubble_ratio: float
+    peak_bytes: list[int]
+    host_peak_bytes: list[int]
+    load: float | None = None
+
+    def line(self, total: int, planned_peak_bytes: list[int]) -> str:
+        """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms  bubble 31%  peak 98% of plan``."""
+        shares = [real / plan for real, plan in zip(self.peak_bytes, planned_peak_bytes, strict=True) if plan]
+        peak = f"  peak {max(shares):.0%} of plan" if shares else ""
+        return (
+            f"step {self.step:{len(str(total))}}/{total}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
+            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run as a whole, beside its plan.
+
+    Times, rates and bubble are medians over the steps behind a short warm-up; peaks are the largest of all steps;
+    ``last_loss`` is the mean of the last few.
+    """
+
+    name: str
+    method: str
+    steps: int
+    device: str
+    first_loss: float
+    last_loss: float
+    planned_ms: float
+    measured_ms: float
+    step_ms: float
+    tokens_per_s: float
+    planned_bubble_ratio: float
+    measured_bubble_ratio: float
+    budget_bytes: list[int | None]
+    planned_peak_bytes: list[int]
+    measured_peak_bytes: list[int]
+    planned_offloaded_bytes: list[int]
+    host_peak_bytes: list[int]
+    load: float | None
+    checkpoint: str | None
+
+    @property
+    def within_plan(self) -> bool:
+        """Whether no device ever held more activation bytes than planned."""
+        return all(real <= plan for real, plan in zip(self.measured_peak_bytes, self.planned_peak_bytes, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "within_plan": self.within_plan}
+
+
+class MetricsLog:
+    """A file of JSON lines, one a step, flushed as they come. Without a path it does nothing."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._stream: IO[str] | None = None
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._stream = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed on exit)
+            except OSError as error:
+                raise InputError(path, "", f"cannot be written: {error.strerror or error}") from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        if self._stream is not None:
+            self._stream.write(json.dumps(record) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._stream.close()

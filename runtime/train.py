@@ -1,0 +1,265 @@
+"""Training under a plan: the loop around the executor, and what it reports."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optpipe import metrics
+from optpipe.config import Config
+from optpipe.errors import InputError, RunFailed
+from optpipe.plan import Plan
+from optpipe.verify import verify_plan
+from runtime import checkpoint, data, launch, optimizer, stages
+from runtime.executor import Executor, StepResult
+from runtime.metrics_log import MetricsLog, Step, Summary
+from runtime.model import loss_fn
+from runtime.worker import Rank
+
+#: Steps at the start that the summary's times leave out: they set up connections and caches.
+WARM_UP = 3
+
+
+def train(
+    plan: Plan,
+    config: Config | None = None,
+    *,
+    steps: int | None = None,
+    on_step: Callable[[Step], None] | None = None,
+    file: str | Path = "",
+) -> Summary:
+    """Train the model of a plan under its schedule, on one local rank a device, or on the ranks of torchrun.
+
+    Parameters
+    ----------
+    plan
+        A valid plan. Without ``config`` it must carry its training part, as plans made from a profile do.
+    config
+        Goes before the plan's training part. Its pipeline and microbatches must be the plan's.
+    steps
+        Goes before the config's ``train.steps``.
+    on_step
+        Called after every ``train.log_every``-th step, in the launching process (under torchrun: on rank 0).
+    file
+        The plan's file, for messages.
+
+    Returns
+    -------
+    Summary
+        Planned beside measured.
+
+    Raises
+    ------
+    InputError
+        The plan has no training part, breaks its own rules, or does not fit the config; the text cannot be read.
+    RunFailed
+        A rank failed: the first cause.
+    """
+    settings = settings_of(plan, config, file)
+    if steps is not None:
+        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"steps": steps})})
+    if violations := verify_plan(plan):
+        raise InputError(file, "", f"is not a valid plan: {violations[0]}")
+    ranks = plan.problem.num_devices
+    device = launch.resolve_device(settings.device, ranks, settings.file)
+    # Read once here: text that is missing is one line, not a failed run.
+    data.Corpus.load(settings.data, settings.gpt.context, settings.file)
+    every, total = settings.train.log_every, settings.train.steps
+
+    def hear(message: dict[str, Any]) -> None:
+        step = Step(**message)
+        if on_step is not None and (step.step % every == 0 or step.step in (1, total)):
+            on_step(step)
+
+    arguments = {"plan": plan.to_json(), "config": settings.to_json(), "file": str(settings.file)}
+    return Summary(**launch.launch(train_rank, arguments, ranks, device, hear))
+
+
+def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "") -> Config:
+    """The config that a plan is trained with: the given one, or the training part that the plan carries.
+
+    Raises
+    ------
+    InputError
+        There is none, or it does not fit the plan.
+    """
+    carried = None if plan.training is None else Config.from_json(plan.training, file, "training")
+    settings = config or carried
+    if settings is None:
+        raise InputError(file, "training", "is missing, expected a plan made from a profile, or a config beside it")
+    where = settings.file
+    pipeline, problem = settings.pipeline, plan.problem
+    if pipeline.partition == "balanced" and carried is not None and carried.pipeline.partition != "balanced":
+        settings = settings.with_partition(carried.pipeline.partition)
+    if settings.pipeline.partition == "balanced":
+        raise InputError(where, "pipeline.partition", "is not settled, expected the layer counts of the plan's stages")
+    if pipeline.stage_devices != tuple(stage.device for stage in problem.stages):
+        raise InputError(where, "pipeline", "does not place the stages as the plan does")
+    if settings.batch.microbatches != problem.num_microbatches:
+        raise InputError(
+            where,
+            "batch.microbatches",
+            f"is {settings.batch.microbatches}, but the plan has {problem.num_microbatches}",
+        )
+    layers = sum(settings.pipeline.partition)
+    if layers != settings.gpt.num_layers:
+        raise InputError(where, "model.layers", f"makes {settings.gpt.num_layers} layers, but the plan's hold {layers}")
+    return settings
+
+
+def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str) -> dict[str, Any]:
+    """The training loop of one rank; the summary as JSON, the same on every rank."""
+    settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
+    run = _Run(rank, settings, schedule)
+    try:
+        with MetricsLog(settings.train.metrics if rank.rank == 0 else None) as log:
+            for number in range(settings.train.steps):
+                step = run.step(number)
+                if rank.rank == 0:
+                    log.write(step.to_json())
+                    rank.send(step.to_json())
+        run.save()
+    finally:
+        run.executor.close()
+    return run.summary().to_json()
+
+
+class _Run:
+    """One rank's model, data and optimiser, and the records of its steps."""
+
+    def __init__(self, rank: Rank, config: Config, plan: Plan) -> None:
+        self.rank, self.config, self.plan = rank, config, plan
+        self.stages = stages.build_stages(config, rank.rank, rank.device)
+        bandwidth = config.offload.bandwidth_bytes_per_s
+        self.executor = Executor(
+            plan,
+            self.stages,
+            stages.boundaries(config),
+            loss_fn,
+            rank=rank.rank,
+            device=rank.device,
+            bandwidth=(bandwidth, bandwidth),
+            seed=config.train.seed,
+        )
+        self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
+        self.shape = data.batch_shape(config)
+        self.text = data.Corpus.load(config.data, config.gpt.context, config.file).train
+        self.is_first, self.is_last = 0 in self.stages, config.pipeline.num_stages - 1 in self.stages
+        self.records: list[Step] = []
+        self._agree_on_the_text()
+
+    def step(self, number: int) -> Step:
+        """One optimiser step."""
+        began = time.perf_counter()
+        inputs, targets = self._batch(number)
+        result = self.executor.step(inputs, targets, number=number)
+        norm = optimizer.apply(self.optimizer, self.config.optimizer, number)
+        if self.rank.device.type == "cuda":
+            torch.cuda.synchronize(self.rank.device)
+        step_ms = (time.perf_counter() - began) * 1e3
+        self.records.append(self._record(number, result, norm, step_ms))
+        return self.records[-1]
+
+    def save(self) -> None:
+        """Write the checkpoint that the config asks for."""
+        if self.config.train.checkpoint is not None:
+            facts = {"step": self.config.train.steps, "training": self.config.training()}
+            checkpoint.save(self.config.train.checkpoint, self.stages, facts)
+
+    def _batch(self, number: int) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
+        if not (self.is_first or self.is_last):
+            return None, None
+        tokens, targets = data.batch(self.text, self.config.train.seed, number, self.shape)
+        device = self.rank.device
+        return (
+            list(tokens.to(device)) if self.is_first else None,
+            list(targets.to(device)) if self.is_last else None,
+        )
+
+    def _record(self, number: int, result: StepResult, norm: float | None, step_ms: float) -> Step:
+        """The step over all ranks; every rank gets the same."""
+        compute = [op for op in result.ops if op.kind <= 4]
+        busy, cpu = sum(op.end - op.start for op in compute), sum(op.cpu_ms for op in compute)
+        mine = [
+            result.loss if result.loss is not None else 0.0,
+            result.step_ms,
+            step_ms,
+            busy,
+            cpu,
+            float(result.peak_bytes),
+            float(result.host_peak_bytes),
+        ]
+        rows = gathered(mine)
+        loss, pipeline_ms, whole_ms = sum(row[0] for row in rows), max(r[1] for r in rows), max(r[2] for r in rows)
+        if loss != loss or loss == float("inf"):
+            raise RunFailed(f"the loss is {loss} in step {number + 1}: try a lower optimizer.learning_rate")
+        count, size, context = self.shape
+        total_busy, total_cpu = sum(row[3] for row in rows), sum(row[4] for row in rows)
+        return Step(
+            step=number + 1,
+            loss=loss,
+            learning_rate=optimizer.learning_rate(self.config.optimizer, number),
+            grad_norm=norm,
+            pipeline_ms=pipeline_ms,
+            step_ms=whole_ms,
+            tokens_per_s=count * size * context / whole_ms * 1e3,
+            bubble_ratio=1.0 - total_busy / (len(rows) * pipeline_ms),
+            peak_bytes=[int(row[5]) for row in rows],
+            host_peak_bytes=[int(row[6]) for row in rows],
+            load=total_busy / total_cpu if total_cpu > 0 else None,
+        )
+
+    def _agree_on_the_text(self) -> None:
+        """Ranks draw batches on their own: they must have the same text."""
+        digest = zlib.crc32(self.text.numpy())
+        if len({row[0] for row in gathered([float(digest), float(len(self.text))])}) > 1:
+            raise InputError(self.config.file, "data", "is not the same text on all ranks, expected one folder for all")
+
+    def summary(self) -> Summary:
+        """The run beside its plan."""
+        planned = metrics.measure(self.plan.problem, self.plan.ops)
+        records, devices = self.records, range(self.plan.problem.num_devices)
+        # Fewer steps than the warm-up: the last is the best there is.
+        steady = records[min(WARM_UP, len(records) - 1) :]
+
+        def median(name: str) -> float:
+            return float(statistics.median(getattr(record, name) for record in steady))
+
+        edge = max(1, min(5, len(records) // 4))
+        return Summary(
+            name=self.plan.problem.name,
+            method=str(self.plan.solver.get("method", "")),
+            steps=len(records),
+            device=self.rank.device.type,
+            first_loss=records[0].loss,
+            last_loss=statistics.fmean(record.loss for record in records[-edge:]),
+            planned_ms=planned.makespan_ms,
+            measured_ms=median("pipeline_ms"),
+            step_ms=median("step_ms"),
+            tokens_per_s=median("tokens_per_s"),
+            planned_bubble_ratio=planned.bubble_ratio,
+            measured_bubble_ratio=median("bubble_ratio"),
+            budget_bytes=[device.memory_bytes for device in self.plan.problem.devices],
+            planned_peak_bytes=planned.peak_bytes,
+            measured_peak_bytes=[max(record.peak_bytes[d] for record in records) for d in devices],
+            planned_offloaded_bytes=planned.offloaded_bytes,
+            host_peak_bytes=[max(record.host_peak_bytes[d] for record in records) for d in devices],
+            load=statistics.median(loads) if (loads := [r.load for r in steady if r.load is not None]) else None,
+            checkpoint=self.config.train.checkpoint,
+        )
+
+
+def gathered(values: list[float]) -> list[list[float]]:
+    """The same numbers of every rank, by rank, on every rank (float64: integers up to 2^53 are exact)."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
