@@ -1,0 +1,1 @@
+"""Measuring and running: the profiler, the executor, and training under a plan."""
