@@ -8,123 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from optpipe import __version__
-from optpipe.errors import Infeasible, InputError, OptPipeError, RunFailed
+from optpipe.errors import Infeasible, InputError, RunFailed
+from optpipe.front import CONTEXT, Front, Number, debug_option, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from optpipe.plan import Plan
     from optpipe.task import Task
+    from runtime.metrics_log import Step
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-_CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-_DEBUG = "optpipe.debug"
-_INTERRUPTED = 130
-
-
-class Front(click.Group):
-    """A group whose errors are one line on stderr, with the exit status of their kind."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a failure becomes one line, with a traceback under ``--debug`` only."""
-        try:
-            return super().invoke(ctx)
-        except (click.exceptions.Exit, click.ClickException, click.Abort, KeyboardInterrupt, BrokenPipeError):
-            raise
-        except Exception as error:
-            if ctx.meta.get(_DEBUG):
-                traceback.print_exc()
-            if isinstance(error, OptPipeError):
-                _fail(_one_line(error), error.exit_code)
-            _fail(f"{type(error).__name__}: {_flat(str(error))} (a fault of OptPipe; --debug shows where)", 1)
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        """As click's, with its messages cut to one line."""
-        kwargs["prog_name"] = "optpipe"
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
-        try:
-            status = super().main(*args, standalone_mode=False, **kwargs)
-        except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message(), err=True)
-            sys.exit(error.exit_code)
-        except click.UsageError as error:
-            path = error.ctx.command_path if error.ctx else "optpipe"
-            _fail(f"{path}: {_flat(error.format_message()).rstrip('.')} (see '{path} --help')", error.exit_code)
-        except click.ClickException as error:
-            _fail(_flat(error.format_message()), error.exit_code)
-        except (click.Abort, KeyboardInterrupt):
-            _fail("interrupted", _INTERRUPTED)
-        except BrokenPipeError:
-            # The reader (head, less) has gone: no more output, and none at the interpreter's end either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        sys.exit(status if isinstance(status, int) else 0)
-
-
-class Number(click.FloatRange):
-    """A finite number of at least ``min``."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; NaN and infinities are refused."""
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _one_line(error: OptPipeError) -> str:
-    text = _flat(str(error))
-    budget = getattr(error, "smallest_budget", None)
-    if budget and not any(str(size) in text for size in set(budget)):
-        sizes = str(budget[0]) if len(set(budget)) == 1 else ", ".join(map(str, budget))
-        text += f"; the smallest budget that works is {sizes} bytes a device"
-    return text
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    click.echo(f"Error: {message}", err=True)
-    sys.exit(status)
-
-
-def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.meta[_DEBUG] = True
-
-
-debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
 def command(example: str) -> Callable[[Command], click.Command]:
     """A command of the group, with its example in the help and the options that all commands have."""
 
     def wrap(function: Command) -> click.Command:
-        return main.command(context_settings=_CONTEXT, epilog=f"\b\nExample:\n  {example}")(debug_option(function))
+        return main.command(context_settings=CONTEXT, epilog=f"\b\nExample:\n  {example}")(debug_option(function))
 
     return wrap
 
 
-@click.group(cls=Front, context_settings=_CONTEXT)
+@click.group(cls=Front, context_settings=CONTEXT)
 @click.version_option(__version__, message="optpipe %(version)s")
 @debug_option
 def main() -> None:
@@ -182,10 +97,12 @@ def profile(config: str, output: str, as_json: bool) -> None:
 
     settings = Config.read(config)
     _check_output(output)
-    from runtime import profiler
+    from runtime import launch, profiler
 
-    with _working("measuring"):
-        measured = profiler.profile(settings)
+    with _working("measuring") as progress:
+        measured = profiler.profile(settings, progress)
+    if not launch.is_chief():
+        return
     measured.write(output)
     if as_json:
         _print_json({"output": output, **measured.to_json()})
@@ -245,7 +162,7 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     console.print(f"written to {output}")
 
 
-def _solved(task: Task, given: dict[str, Any]) -> Any:
+def _solved(task: Task, given: dict[str, Any]) -> Plan:
     """The solver's plan; options given on the command line go before those of the file."""
     from solver.options import SolveOptions
     from solver.solve import solve as run
@@ -360,9 +277,35 @@ def train(plan_file: str, config: str | None, steps: int | None, as_json: bool) 
 
     Alone it starts one local process a device; under torchrun it joins the processes that are there.
     """
-    from runtime import train as trainer
+    from optpipe.config import Config
+    from optpipe.plan import Plan
 
-    trainer.train(plan_file, config, steps, as_json)
+    plan = Plan.read(plan_file)
+    settings = None if config is None else Config.read(config)
+    from optpipe import metrics, report
+    from runtime import launch
+    from runtime.train import settings_of
+    from runtime.train import train as run
+
+    total = steps or settings_of(plan, settings, plan_file).train.steps
+    peaks = metrics.measure(plan.problem, plan.ops).peak_bytes
+
+    def tell(step: Step) -> None:
+        click.echo(json.dumps(step.to_json()) if as_json else step.line(total, peaks))
+
+    if launch.is_chief() and not as_json:
+        for line in report.facts(plan):
+            click.echo(line)
+    summary = run(plan, settings, steps=steps, on_step=tell, file=plan_file)
+    if not launch.is_chief():
+        return
+    if as_json:
+        _print_json(summary.to_json())
+        return
+    console = _console()
+    console.print(report.run_table(summary.to_json()))
+    if summary.checkpoint:
+        console.print(f"checkpoint in {summary.checkpoint}")
 
 
 if __name__ == "__main__":

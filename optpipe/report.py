@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optpipe import metrics, semantics
 from optpipe.plan import Plan
+from optpipe.profile import Profile, Timing
 
 #: A table of devices is cut to the fullest ones beyond this many.
 MOST_DEVICES = 16
@@ -67,6 +68,57 @@ def device_table(plan: Plan) -> Table:
         )
     if problem.num_devices > MOST_DEVICES:
         table.caption = Text(f"the {MOST_DEVICES} fullest of {problem.num_devices} devices")
+    return table
+
+
+def profile_table(profile: Profile) -> Table:
+    """One row a stage: its times and sizes, per microbatch; the spread of a time where it is worth a look."""
+    table = plain_table("stage", "device", "layers", "F ms", "B ms", "W ms", "BW ms", "held", "after B", "O ms", "R ms")
+    for number, stage in enumerate(profile.stages):
+        table.add_row(
+            str(number),
+            str(stage.device),
+            str(stage.layers),
+            *(
+                _timing_text(timing)
+                for timing in (stage.forward_ms, stage.backward_ms, stage.weight_ms, stage.fused_backward_ms)
+            ),
+            size_text(stage.activation_bytes),
+            size_text(stage.weight_context_bytes),
+            _timing_text(stage.offload_ms),
+            _timing_text(stage.reload_ms),
+        )
+    links = ", ".join(f"{link.message_ms.median:.3g}" for link in profile.links)
+    if links:
+        table.caption = Text(f"from stage to stage: {links} ms")
+    return table
+
+
+def _timing_text(timing: Timing | None) -> str:
+    """Median, and the interquartile range where it is above a tenth of it."""
+    if timing is None:
+        return "-"
+    spread = f" ±{timing.iqr / 2:.2g}" if timing.iqr > 0.1 * timing.median else ""
+    return f"{timing.median:.3g}{spread}"
+
+
+def run_table(run: dict[str, Any]) -> Table:
+    """A training run beside its plan.
+
+    Parameters
+    ----------
+    run
+        The summary of a run as JSON: planned and measured time, bubble and bytes.
+    """
+    table = plain_table("", "planned", "measured")
+    table.add_row("step", f"{run['planned_ms']:.4g} ms", f"{run['measured_ms']:.4g} ms")
+    table.add_row("bubble", f"{run['planned_bubble_ratio']:.1%}", f"{run['measured_bubble_ratio']:.1%}")
+    for device, (planned, measured) in enumerate(
+        zip(run["planned_peak_bytes"], run["measured_peak_bytes"], strict=True)
+    ):
+        table.add_row(f"peak of device {device}", size_text(planned), size_text(measured))
+    loss = f"loss {run['first_loss']:.4f} -> {run['last_loss']:.4f} in {run['steps']} steps"
+    table.caption = Text(f"{loss}, {run['tokens_per_s']:,.0f} tokens/s")
     return table
 
 

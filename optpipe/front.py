@@ -1,0 +1,108 @@
+"""The frame of the command line: errors as one line with the exit status of their kind, and shared options."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from optpipe.errors import OptPipeError
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+_DEBUG = "optpipe.debug"
+_INTERRUPTED = 130
+
+
+class Front(click.Group):
+    """A group whose errors are one line on stderr, with the exit status of their kind."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a failure becomes one line, with a traceback under ``--debug`` only."""
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort, KeyboardInterrupt, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            if isinstance(error, OptPipeError):
+                _fail(_one_line(error), error.exit_code)
+            _fail(f"{type(error).__name__}: {_flat(str(error))} (a fault of OptPipe; --debug shows where)", 1)
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
+        """As click's, with its messages cut to one line."""
+        extra["prog_name"] = "optpipe"
+        standalone = extra.pop("standalone_mode", True)
+        try:
+            status = super().main(args, standalone_mode=False, **extra)
+        except (click.ClickException, click.Abort, KeyboardInterrupt, BrokenPipeError) as error:
+            if not standalone:
+                raise
+            _end(error)
+        if not standalone:
+            return status
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Say in one line how a command ended, and end with the status of that."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "optpipe"
+        _fail(f"{path}: {_flat(error.format_message()).rstrip('.')} (see '{path} --help')", error.exit_code)
+    if isinstance(error, click.ClickException):
+        _fail(_flat(error.format_message()), error.exit_code)
+    if isinstance(error, BrokenPipeError):
+        # The reader (head, less) has gone: no more output, and none at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    _fail("interrupted", _INTERRUPTED)
+
+
+class Number(click.FloatRange):
+    """A finite number of at least ``min``."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; NaN and infinities are refused."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _one_line(error: OptPipeError) -> str:
+    text = _flat(str(error))
+    budget = getattr(error, "smallest_budget", None)
+    if budget and not any(str(size) in text for size in set(budget)):
+        sizes = str(budget[0]) if len(set(budget)) == 1 else ", ".join(map(str, budget))
+        text += f"; the smallest budget that works is {sizes} bytes a device"
+    return text
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    click.echo(f"Error: {message}", err=True)
+    sys.exit(status)
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
