@@ -165,7 +165,7 @@ class MemoryConfig(_Section):
     def _one_way_or_the_other(self) -> Self:
         if self.activation_budget_bytes is not None and self.device_bytes is not None:
             raise _wrong("memory.device_bytes", "is given beside activation_budget_bytes, expected only one of the two")
-        if self.device_bytes is None and "reserve_bytes" in self.model_fields_set:
+        if self.device_bytes is None and self.reserve_bytes:
             raise _wrong("memory.reserve_bytes", "needs device_bytes, expected both or neither")
         return self
 
@@ -369,7 +369,7 @@ class Config(_Section):
         if isinstance(given, tuple) and self.problem is None and self.profile is None and len(given) != count:
             raise _wrong("memory.activation_budget_bytes", f"has {len(given)} entries, expected {count}: one a device")
         for index, group in enumerate(self.offload.shared):
-            if (self.model is not None or "pipeline" in self.model_fields_set) and max(group) >= count:
+            if self.problem is None and self.profile is None and max(group) >= count:
                 raise _wrong(
                     f"offload.shared[{index}]", f"device {max(group)} does not exist, expected 0 to {count - 1}"
                 )

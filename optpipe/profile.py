@@ -19,6 +19,18 @@ FORMAT, VERSION = "optpipe-profile", 1
 #: Samples of one timing that a file keeps.
 MAX_SAMPLES = 20
 
+# Sections of a config that a profile is measured with, and the keys that change what is measured.
+_MEASURED_WITH = ("model", "data", "batch", "pipeline", "offload", "device", "optimizer", "train")
+_MUST_BE_AS_MEASURED = (
+    "model",
+    "batch.microbatch_size",
+    "pipeline",
+    "device",
+    "offload.bandwidth_bytes_per_s",
+    "offload.half_duplex",
+    "offload.shared",
+)
+
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -180,19 +192,24 @@ class Profile(_Part):
     def for_config(self, config: Config) -> Profile:
         """The same measurements under another config's memory, number of microbatches, optimiser and so on.
 
+        Sections that the config leaves out are those that were measured.
+
         Raises
         ------
         InputError
             The config asks for something that changes the measurements: another model, microbatch size, pipeline,
-            device or offload bandwidth.
+            device or offload link.
         """
+        measured = self.settings
+        left_out = [name for name in _MEASURED_WITH if name not in config.model_fields_set]
+        config = config.model_copy(update={name: getattr(measured, name) for name in left_out})
+        if config.device == "auto":
+            config = config.model_copy(update={"device": measured.device})
         counts = tuple(stage.layers for stage in self.stages)
         if config.pipeline.partition == "balanced" and len(counts) == config.pipeline.num_stages:
             config = config.with_partition(counts)
-        if config.device == "auto":
-            config = config.model_copy(update={"device": self.settings.device})
-        for key in ("model", "batch.microbatch_size", "pipeline", "device", "offload.bandwidth_bytes_per_s"):
-            _same(key, _at(config, key), _at(self.settings, key), config.file)
+        for key in _MUST_BE_AS_MEASURED:
+            _same(key, _at(config, key), _at(measured, key), config.file)
         return self.model_copy(update={"settings": config, "name": config.name or self.name})
 
     @property

@@ -219,7 +219,7 @@ class _Run:
 
     def _agree_on_the_text(self) -> None:
         """Ranks draw batches on their own: they must have the same text."""
-        digest = zlib.crc32(self.text.numpy())
+        digest = zlib.crc32(self.text.numpy().tobytes())
         if len({row[0] for row in gathered([float(digest), float(len(self.text))])}) > 1:
             raise InputError(self.config.file, "data", "is not the same text on all ranks, expected one folder for all")
 
