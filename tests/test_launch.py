@@ -1,0 +1,127 @@
+"""Ranks: they start, talk, end; whoever fails first is named, and nobody outlives a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optpipe.errors import Infeasible, InputError, RunFailed
+from runtime import launch
+from tests import ranks
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranks_work_together_and_rank_0_answers(count: int) -> None:
+    heard: list[Any] = []
+    answer = launch.launch(ranks.add_up, {"value": 10}, count, "cpu", heard.append)
+    assert answer["total"] == 10 * count + sum(range(count))
+    assert sorted(message["rank"] for message in heard) == list(range(count))
+    assert answer["threads"] >= 1
+    assert not alive(answer["pid"])
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("error", RunFailed, "rank 1: ValueError: boom"),
+        ("input", InputError, "some.yaml: some.key: is wrong"),
+        ("infeasible", Infeasible, "does not fit"),
+        ("killed", RunFailed, "rank 1 was killed by SIGKILL (out of memory?)"),
+        ("gone", RunFailed, "rank 1 ended without a word, exit status 0"),
+        ("unjson", RunFailed, "rank 1: TypeError: Object of type module is not JSON serializable"),
+    ],
+)
+def test_the_first_cause_is_named_not_the_ranks_that_lost_their_peer(
+    how: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        launch.launch(ranks.fail, {"how": how}, 2, "cpu")
+    assert str(caught.value) == message
+
+
+def test_a_rank_that_does_not_notice_is_ended() -> None:
+    heard: list[Any] = []
+    with pytest.raises(RunFailed) as caught:
+        launch.launch(ranks.fail, {"how": "asleep"}, 2, "cpu", heard.append)
+    assert str(caught.value) == "rank 1: ValueError: boom"
+    assert not alive(heard[0]["pid"])
+    assert "in fail" in caught.value.__notes__[0], "the rank's traceback goes along"
+
+
+def test_an_error_of_the_listener_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def listen(message: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch(ranks.add_up, {"value": 1}, 2, "cpu", listen)
+    assert not any(map(alive, pids))
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be imported by name"):
+        launch.launch(lambda rank: None, {}, 1, "cpu")
+
+
+JOIN = """
+from optpipe.errors import InputError
+from runtime import launch
+from tests import ranks
+try:
+    print(launch.launch(ranks.add_up, {"value": 10}, 2, "cpu", print))
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_under_torchrun_it_joins_or_says_what_does_not_fit(world: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    root = str(Path(__file__).parent.parent)
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "PYTHONPATH": root}
+    places |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(world)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [process.communicate(timeout=100)[0] for process in started]
+    if world == 2:
+        assert all("'total': 21" in text for text in said)
+        assert "{'rank': 0}" in said[0] and "{'rank': 1}" not in said[1], "only rank 0 is heard"
+    else:
+        assert said[0].startswith("torchrun: started 1 ranks, but the pipeline has 2 devices, expected 2 ranks")
+
+
+def test_devices_are_found_or_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert launch.resolve_device("auto", 2) == "cuda"
+    assert launch.resolve_device("auto", 3) == "cpu"
+    assert launch.resolve_device("cpu", 2) == "cpu"
+    with pytest.raises(
+        InputError, match=r"^some.yaml: device: cuda needs 3 GPUs, one a device, but torch finds 2 here"
+    ):
+        launch.resolve_device("cuda", 3, "some.yaml")
