@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.config import Config
@@ -179,6 +179,7 @@ configs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(configs)
 def test_a_config_survives_the_trip_through_yaml_and_json(value: dict) -> None:
     config = Config.from_json(yaml.safe_load(yaml.safe_dump(value)), "some.yaml")
@@ -186,6 +187,7 @@ def test_a_config_survives_the_trip_through_yaml_and_json(value: dict) -> None:
     assert again == config
 
 
+@settings(deadline=None)
 @given(configs)
 def test_the_training_part_is_a_config_without_planning(value: dict) -> None:
     config = Config.from_json(value, "some.yaml")

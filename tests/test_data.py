@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.config import DataConfig
@@ -24,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31 - 1), st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 20))
 def test_a_batch_depends_on_seed_and_step_alone(
     seed: int, step: int, microbatches: int, size: int, context: int

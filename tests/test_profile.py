@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.config import Config
@@ -180,6 +180,7 @@ def test_a_config_that_would_measure_something_else_is_refused(sections: dict[st
         make().for_config(config)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
 def test_a_timing_summarises_its_samples(samples: list[float]) -> None:
     found = Timing.of(samples)
