@@ -1,36 +1,67 @@
-"""Runs a plan: one training step on this rank's device.
+"""Runs a plan: one training step after another on this rank's device.
 
-INTERFACE SKETCH: names and signatures are settled, the body follows.
+The executor replays the plan's order, not its clock. Its host goes through the device's program once a step: it runs
+compute ops, and between them hands transfers to the copy lanes and messages to the transport, which do their part
+meanwhile. On CUDA the host only enqueues; the waits below are then between streams.
+
+    for each compute op:  wait for the transfers it comes after       memory rule, reload
+                          wait for its message                        input or gradient
+                          run it
+                          give its output to the next stage
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from optpipe import memory
+from optpipe.errors import InputError, RunFailed
 from optpipe.ops import Kind
 from optpipe.plan import Plan
+from optpipe.verify import verify
+from runtime import program as programs
+from runtime.accounting import Ledger
+from runtime.channel import HostPool, copy_lane
+from runtime.events import Event, Failure, PeerLost, clock
+from runtime.nccl import NcclTransport
+from runtime.program import Compute, Move
+from runtime.stage import LossFn, Stage, dropout_seed
+from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport, TensorSpec
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+__all__ = ["Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of what a stage hands to the next one, per microbatch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+#: Called in an op's lane as the op begins, with its kind, stage and microbatch: for tests and emulation.
+BeforeOp = Callable[[Kind, int, int], None]
 
 
 @dataclass(frozen=True)
 class OpRecord:
     """One op as it ran. Times in ms since ``StepResult.origin``.
 
-    ``wait_ms``: what the op's lane stood still for it before ``start`` (message, memory rule, reload).
-    ``cpu_ms``: CPU time of the thread that ran it (0 on CUDA).
+    Attributes
+    ----------
+    kind, stage, microbatch
+        Which op.
+    start, end
+        When it ran, waits not included.
+    cpu_ms
+        CPU time of the thread that ran it; 0 on CUDA.
+    memory_wait_ms
+        How long the op waited for transfers before ``start``: the memory rule, its reload. Of a transfer: how long its
+        lane was free and waited.
+    message_wait_ms
+        How long it waited for its input or gradient after that. Both are 0 on CUDA, where streams wait.
+    bytes
+        That a transfer moved; 0 of compute.
+    late_ms
+        Of a transfer in a paced lane: how far behind its pace it ended.
     """
 
     kind: Kind
@@ -38,10 +69,11 @@ class OpRecord:
     microbatch: int
     start: float
     end: float
-    cpu_ms: float
-    message_wait_ms: float
-    memory_wait_ms: float
-    bytes: int
+    cpu_ms: float = 0.0
+    memory_wait_ms: float = 0.0
+    message_wait_ms: float = 0.0
+    bytes: int = 0
+    late_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,18 +85,18 @@ class StepResult:
     loss
         Mean over microbatches, on the rank that holds the last stage; None elsewhere.
     peak_bytes
-        Peak of activation bytes, counted as the plan counts them: at most the plan's peak, whatever the timing.
+        Peak of activation bytes, counted as the plan counts them: at most ``Executor.planned_peak_bytes``.
     message_peak_bytes
-        Peak of bytes in messages under way (received ahead, or not yet sent), which the plan does not count; at most
+        Peak of bytes in messages under way (received ahead, or not yet sent), which the plan does not count: at most
         ``Executor.message_bytes``.
     host_peak_bytes
         Peak of offloaded bytes on the host.
     ops
         The ops of this device, by start.
     origin
-        ``time.perf_counter()`` at the start of the step, s.
+        ``time.perf_counter()`` at the start of the step, s. Processes of one machine share this clock.
     step_ms
-        Start of the step to the end of its last op and transfer, ms.
+        From the start of the step until its last op, transfer and send has ended.
     """
 
     loss: float | None
@@ -79,29 +111,36 @@ class StepResult:
 class Executor:
     """Runs a plan's steps on one device. One executor lives for many steps; close it at the end.
 
+    All ranks construct it together (on NCCL it connects the links).
+
     Parameters
     ----------
     plan
-        Device d of the plan is run by rank d of the default process group (no group is needed for one device).
+        A valid plan. Its device d is run by rank ``ranks[d]``; a plan of one device needs no process group.
     stages
         This rank's stages by number: modules that take one tensor and give one. Linear and Embedding layers in them
-        are converted in place to defer their weight gradients where the plan has separate B and W.
+        are converted in place to defer their weight gradients.
     boundaries
         ``boundaries[s]``: what stage s hands to s+1; S - 1 entries.
     loss_fn
         ``loss_fn(output, target)``: the scalar loss of one microbatch; the step's is the mean over microbatches.
-    rank
-        Default: the rank in the default group, 0 without one.
     device
         Where the stages live.
+    ranks
+        Global ranks that run the plan's devices; default 0, 1, 2, ...
     bandwidth
         CPU only: bytes per second of the offload and of the reload lane, to emulate a link; None: as fast as it goes.
     seed
-        Of dropout: each (step, stage, microbatch) has a seed of its own, so any order gives the same numbers.
+        Of random numbers: each (step, stage, microbatch) has a seed of its own, so any order gives the same numbers.
     timeout_s
         A wait for another rank that takes longer ends the run.
     before_op
-        Called as ``before_op(kind, stage, microbatch)`` in the op's lane before it starts: for tests and emulation.
+        Called in the op's lane as the op begins (transfers: on CPU only).
+
+    Raises
+    ------
+    InputError
+        The plan is not valid, or what is given does not fit it.
     """
 
     def __init__(
@@ -111,44 +150,296 @@ class Executor:
         boundaries: Sequence[TensorSpec],
         loss_fn: LossFn,
         *,
-        rank: int | None = None,
         device: torch.device | str = "cpu",
+        ranks: Sequence[int] | None = None,
         bandwidth: tuple[float | None, float | None] = (None, None),
         seed: int = 0,
         timeout_s: float = 300.0,
-        before_op: Callable[[Kind, int, int], None] | None = None,
+        before_op: BeforeOp | None = None,
     ) -> None:
-        raise NotImplementedError
-
-    @property
-    def planned_peak_bytes(self) -> int:
-        """The plan's peak of activation bytes on this device."""
-        raise NotImplementedError
+        problem = plan.problem
+        if violations := verify(problem, plan.ops):
+            raise InputError("", "ops", f"{violations[0]}, expected a valid plan")
+        self.plan, self.device = plan, torch.device(device)
+        self._ranks = list(range(problem.num_devices)) if ranks is None else list(ranks)
+        self._number = _own_device(self._ranks)
+        self._boundaries = list(boundaries)
+        self._check_parts(stages)
+        self._seed, self._before_op = seed, before_op
+        self.program = programs.build(plan, self._number, [spec.nbytes for spec in boundaries])
+        self.ledger, self.failure = Ledger(), Failure()
+        self.pool = HostPool(pinned=self.device.type == "cuda")
+        self._stages = {
+            s: Stage(
+                module,
+                s,
+                problem.num_stages,
+                loss_fn,
+                problem.num_microbatches,
+                self.device,
+                self.ledger,
+                self.pool,
+            )
+            for s, module in stages.items()
+        }
+        self._transport = self._connect(timeout_s)
+        out = copy_lane("offload lane", self.device, self.failure, bandwidth[0])
+        back = out if self.program.half_duplex else copy_lane("reload lane", self.device, self.failure, bandwidth[1])
+        self._lanes = {Kind.O: out, Kind.R: back}
+        self.planned_peak_bytes: int = memory.peaks(problem, plan.ops)[self._number]
+        self._run = _Run()
 
     @property
     def message_bytes(self) -> int:
         """The most that messages under way can take on this device: to be kept free besides the plan's budget."""
-        raise NotImplementedError
+        return self.program.message_bytes
 
-    def step(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None, *, number: int = 0) -> StepResult:
+    def step(
+        self, inputs: Sequence[Tensor] | None = None, targets: Sequence[Tensor] | None = None, *, number: int = 0
+    ) -> StepResult:
         """One step: gradients are added to ``.grad`` of the stages' parameters; no optimiser runs.
 
         Parameters
         ----------
         inputs
-            One tensor a microbatch, on the rank that holds stage 0; None elsewhere.
+            One tensor a microbatch, all of one shape, on the rank that holds stage 0; not used elsewhere.
         targets
-            One tensor a microbatch, on the rank that holds the last stage; None elsewhere.
+            One tensor a microbatch, on the rank that holds the last stage; not used elsewhere.
         number
-            The step's number, for the dropout seeds.
+            The step's number, for the seeds.
 
         Raises
         ------
+        InputError
+            The batch does not fit the plan.
         RunFailed
-            Something failed here, or another rank is gone; the first cause on top. The executor is of no use then.
+            Something failed here, or another rank is gone; the first cause. The executor is of no use afterwards.
         """
-        raise NotImplementedError
+        self.failure.check()
+        inputs, targets = self._batch(inputs, targets)
+        for stage in self._stages.values():
+            stage.begin([*inputs, *targets])
+        self.ledger.reset_peaks()
+        self.pool.reset_peak()
+        self._run = run = _Run(inputs, targets, number)
+        run.clock = clock(self.device)
+        run.origin = time.perf_counter()
+        try:
+            for item in self.program.items:
+                if isinstance(item, Compute):
+                    self._compute(item)
+                else:
+                    self._move(item)
+            for lane in self._lanes.values():
+                lane.settle()
+            self._transport.drain()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except Exception as error:
+            self.failure.report(error, run.doing)
+            # What failed first is the cause, in whichever thread it was.
+            first = self.failure.first
+            assert first is not None
+            raise first from first.__cause__
+        finally:
+            self._run = _Run()
+        return self._result(run)
 
     def close(self) -> None:
-        """End the lanes and threads; gives pinned memory back."""
-        raise NotImplementedError
+        """End the lanes and the threads."""
+        for lane in set(self._lanes.values()):
+            lane.close()
+        self._transport.close()
+
+    def _compute(self, item: Compute) -> None:
+        run, kind = self._run, item.kind
+        run.doing = f"{kind.name}({item.stage},{item.microbatch})"
+        begin = time.perf_counter()
+        for transfer in item.waits:
+            run.transfers[transfer].wait()
+        if kind in (Kind.B, Kind.BW) and item.gives is not None:
+            self._transport.before_gradient(item.gives)
+        self._transport.post(item.post)
+        ready = time.perf_counter()
+        parcel = None
+        if item.takes is not None:
+            parcel = self._transport.take(item.takes)
+            parcel.hold.as_activation()
+        self._transport.post(item.post_ahead)
+        here = time.perf_counter()
+        start, cpu = run.clock.mark(), time.thread_time()
+        if self._before_op is not None:
+            self._before_op(kind, item.stage, item.microbatch)
+        output = self._do(item, parcel)
+        del parcel
+        waits = (0.0, 0.0) if self.device.type == "cuda" else ((ready - begin) * 1e3, (here - ready) * 1e3)
+        used = 0.0 if self.device.type == "cuda" else (time.thread_time() - cpu) * 1e3
+        run.marks.append((item, start, run.clock.mark(), used, waits))
+        if output is not None and item.gives is not None:
+            self._transport.give(item.gives, output)
+
+    def _do(self, item: Compute, parcel: Parcel | None) -> Parcel | None:
+        """Run the op; what it gives to a neighbouring stage."""
+        stage, kind, microbatch, run = self._stages[item.stage], item.kind, item.microbatch, self._run
+        if kind == Kind.F:
+            target = run.targets[microbatch] if stage.is_last else None
+            seed = dropout_seed(self._seed, run.number, item.stage, microbatch)
+            x = run.inputs[microbatch] if parcel is None else parcel
+            recomputed = (item.stage, microbatch) in self.program.recomputed
+            output = stage.forward(microbatch, x, target, seed, recomputed=recomputed)
+            if isinstance(output, Parcel):
+                self._check_output(item.stage, output.tensor)
+                return output
+            run.losses[microbatch] = output
+        elif kind == Kind.C:
+            stage.recompute(microbatch)
+        elif kind == Kind.W:
+            stage.weight(microbatch)
+        else:
+            return stage.backward(microbatch, parcel, split=kind == Kind.B)
+        return None
+
+    def _move(self, item: Move) -> None:
+        run, stage, before_op = self._run, self._stages[item.stage], self._before_op
+        if item.kind == Kind.O:
+            job: Any = stage.offload(item.microbatch, item.nbytes)
+        else:
+            job = stage.reload(item.microbatch)
+        run.doing = label = f"{item.kind.name}({item.stage},{item.microbatch})"
+        before = None
+        if before_op is not None:
+            before = lambda: before_op(item.kind, item.stage, item.microbatch)  # noqa: E731
+        after = [run.transfers[i] for i in item.after]
+        run.transfers[item.op] = self._lanes[item.kind].submit(job, after, label, before)
+        run.moves[label] = item
+
+    def _result(self, run: _Run) -> StepResult:
+        seconds, origin = run.clock.seconds, run.origin
+        records = [
+            OpRecord(
+                item.kind,
+                item.stage,
+                item.microbatch,
+                (seconds(start) - origin) * 1e3,
+                (seconds(end) - origin) * 1e3,
+                cpu,
+                *waits,
+            )
+            for item, start, end, cpu, waits in run.marks
+        ]
+        records += self._transfer_records(run)
+        step_ms = (time.perf_counter() - origin) * 1e3
+        loss = None
+        if self._holds_last:
+            # In ascending order, whatever the order of the ops: the same sum as in one process.
+            total = torch.zeros((), device=self.device)
+            for microbatch in sorted(run.losses):
+                total = total + run.losses[microbatch]
+            loss = float(total)
+        return StepResult(
+            loss,
+            self.ledger.activation_peak,
+            self.ledger.message_peak,
+            self.pool.peak,
+            tuple(sorted(records, key=lambda record: (record.start, record.end))),
+            origin,
+            step_ms,
+        )
+
+    def _transfer_records(self, run: _Run) -> list[OpRecord]:
+        """From the lanes' logs: a lane does its transfers in the order in which it was given them."""
+        records = []
+        for lane in set(self._lanes.values()):
+            free = run.origin
+            for transfer in lane.take_log(run.clock):
+                item = run.moves[transfer.label]
+                records.append(
+                    OpRecord(
+                        item.kind,
+                        item.stage,
+                        item.microbatch,
+                        (transfer.start - run.origin) * 1e3,
+                        (transfer.end - run.origin) * 1e3,
+                        cpu_ms=transfer.cpu_s * 1e3,
+                        memory_wait_ms=max(transfer.ready - max(free, transfer.submitted), 0.0) * 1e3,
+                        bytes=transfer.nbytes,
+                        late_ms=transfer.late_s * 1e3,
+                    )
+                )
+                free = transfer.end
+        return records
+
+    @property
+    def _holds_last(self) -> bool:
+        return self.plan.problem.num_stages - 1 in self._stages
+
+    def _check_parts(self, stages: Mapping[int, nn.Module]) -> None:
+        problem = self.plan.problem
+        if len(self._ranks) != problem.num_devices:
+            raise InputError(
+                "", "ranks", f"has {len(self._ranks)} entries, expected {problem.num_devices}: the devices"
+            )
+        expected = problem.stages_of[self._number]
+        if tuple(sorted(stages)) != expected:
+            raise InputError("", "stages", f"are {sorted(stages)}, expected {list(expected)}: those of this device")
+        if len(self._boundaries) != problem.num_stages - 1:
+            raise InputError(
+                "", "boundaries", f"has {len(self._boundaries)} entries, expected {problem.num_stages - 1}"
+            )
+
+    def _check_output(self, stage: int, output: Tensor) -> None:
+        got, expected = TensorSpec(tuple(output.shape), output.dtype), self._boundaries[stage]
+        if got != expected:
+            # Between ranks a wrong size would end in a crash without a word.
+            raise RunFailed(f"stage {stage} gave {got}, expected {expected}")
+
+    def _batch(
+        self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        count = self.plan.problem.num_microbatches
+        batch = []
+        for name, needed, tensors in (("inputs", 0 in self._stages, inputs), ("targets", self._holds_last, targets)):
+            given = list(tensors) if needed and tensors is not None else []
+            if needed and len(given) != count:
+                raise InputError("", name, f"has {len(given)} microbatches, expected {count}")
+            if any(tensor.shape != given[0].shape for tensor in given):
+                raise InputError("", name, "has microbatches of different shapes, expected one shape")
+            batch.append(given)
+        return batch[0], batch[1]
+
+    def _connect(self, timeout_s: float) -> LocalTransport:
+        if len(self._ranks) == 1:
+            return LocalTransport()
+        problem = self.plan.problem
+        owners = [stage.device for stage in problem.stages]
+        parts = (self.program, owners, self._boundaries, self.device, self.ledger, self.failure)
+        transport: RankTransport
+        if self.device.type == "cuda":
+            transport = NcclTransport(*parts, ranks=self._ranks)
+        else:
+            transport = GlooTransport(
+                *parts, ranks=self._ranks, timeout_s=timeout_s, num_microbatches=problem.num_microbatches
+            )
+        return transport
+
+
+class _Run:
+    """What belongs to one step only."""
+
+    def __init__(self, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] = (), number: int = 0) -> None:
+        self.inputs, self.targets, self.number = inputs, targets, number
+        self.clock: Any = None
+        self.origin = 0.0
+        self.doing = ""
+        self.transfers: dict[int, Event] = {}
+        self.moves: dict[str, Move] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.marks: list[tuple[Compute, Any, Any, float, tuple[float, float]]] = []
+
+
+def _own_device(ranks: Sequence[int]) -> int:
+    """The plan's device that this process runs."""
+    own = dist.get_rank() if dist.is_available() and dist.is_initialized() else ranks[0]
+    if own not in ranks:
+        raise InputError("", "ranks", f"are {list(ranks)}, expected this rank, {own}, among them")
+    return list(ranks).index(own)

@@ -1,0 +1,189 @@
+"""Events between lanes, and the first failure of a run.
+
+A lane is something that does one op at a time: compute, the copies out, the copies in, a direction of a link to another
+rank. On a CPU each is a thread and an event is a flag that another thread waits for. On CUDA each is a stream, and to
+wait for an event means that the *current stream* waits; the host goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from optpipe.errors import OptPipeError, RunFailed
+
+_SLICE_S = 0.05  # how often a waiting thread looks whether something else has failed
+
+
+class PeerLost(RunFailed):
+    """Another rank is gone or silent: a consequence, and what happened there is the cause."""
+
+
+class Failure:
+    """The first thing that went wrong in this process, whichever thread it happened in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None
+
+    def report(self, error: BaseException, where: str = "") -> None:
+        """Keep ``error`` if it is the first; ``where`` says in which op or message it happened."""
+        with self._lock:
+            if self._first is None:
+                self._first = error if isinstance(error, OptPipeError) else _described(error, where)
+
+    @property
+    def first(self) -> BaseException | None:
+        return self._first
+
+    def check(self) -> None:
+        """Raise the first failure, if there is one.
+
+        Raises
+        ------
+        RunFailed
+            Something failed.
+        """
+        if self._first is not None:
+            raise self._first
+
+
+def _described(error: BaseException, where: str) -> RunFailed:
+    text = str(error).strip().splitlines()
+    failed = RunFailed(": ".join(part for part in (where, type(error).__name__, text[0] if text else "") if part))
+    failed.__cause__ = error
+    return failed
+
+
+class Event(Protocol):
+    """Something that will have happened."""
+
+    def wait(self) -> None:
+        """Let what comes next in this lane come after the event."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has happened."""
+
+
+class CpuEvent:
+    """A flag that a thread sets and others wait for.
+
+    Parameters
+    ----------
+    failure
+        Looked at while waiting: what was waited for may never come.
+    label
+        What is waited for, in messages.
+    timeout_s
+        The longest wait, for what comes from another rank.
+    """
+
+    __slots__ = ("_callbacks", "_failure", "_flag", "_lock", "_timeout_s", "label", "time")
+
+    def __init__(self, failure: Failure, label: str = "", timeout_s: float = float("inf")) -> None:
+        self._failure, self.label, self._timeout_s = failure, label, timeout_s
+        self._flag = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.time = float("nan")
+
+    def set(self) -> None:
+        """It has happened: run the callbacks, wake those who wait."""
+        with self._lock:
+            self.time = time.perf_counter()
+            callbacks, self._callbacks = self._callbacks, []
+            self._flag.set()
+        for callback in callbacks:
+            callback()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` in the thread that sets the event, or at once where it is set."""
+        with self._lock:
+            if not self._flag.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    @property
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        if self._flag.is_set():
+            return
+        deadline = time.perf_counter() + self._timeout_s
+        while not self._flag.wait(_SLICE_S):
+            self._failure.check()
+            if time.perf_counter() > deadline:
+                raise PeerLost(f"waited {self._timeout_s:g} s for {self.label}")
+
+
+class CudaEvent:
+    """A point in a CUDA stream: the end of what was given to the stream so far.
+
+    ``on_wait`` is called when a stream has been made to wait for it: memory that it guards may go then.
+    """
+
+    __slots__ = ("_event", "on_wait")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+        self.on_wait: Callable[[], None] | None = None
+
+    @property
+    def raw(self) -> torch.cuda.Event:
+        return self._event
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        # The current stream is asked for now, never kept: under recomputation or FSDP it changes.
+        torch.cuda.current_stream().wait_event(self._event)
+        if self.on_wait is not None:
+            self.on_wait()
+
+
+class CpuClock:
+    """Instants on a CPU device, where the host computes."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Any) -> float:
+        """A mark on ``time.perf_counter``'s clock, s."""
+        return float(mark)
+
+
+class CudaClock:
+    """Instants in CUDA streams, tied to the host's clock once: make a new one every step, before any work."""
+
+    def __init__(self) -> None:
+        self._anchor = torch.cuda.Event(enable_timing=True)
+        self._anchor.record()
+        self._anchor.synchronize()
+        self._origin = time.perf_counter()
+
+    def mark(self) -> CudaEvent:
+        """The end of what the current stream has got so far."""
+        return CudaEvent(torch.cuda.current_stream())
+
+    def seconds(self, mark: Any) -> float:
+        """A mark on ``time.perf_counter``'s clock, s; its stream must have passed it."""
+        return self._origin + float(self._anchor.elapsed_time(mark.raw)) / 1e3
+
+
+Clock = CpuClock | CudaClock
+
+
+def clock(device: torch.device) -> Clock:
+    """A clock of the device's kind."""
+    return CudaClock() if device.type == "cuda" else CpuClock()

@@ -1,0 +1,278 @@
+"""Saved activations of one (stage, microbatch): handles over storages, so that a storage can leave the device.
+
+While F runs, ``saved_tensors_hooks`` hand every tensor that autograd saves to ``Saved.pack``. Autograd keeps the handle
+that comes back, the handle owns the entry of the storage, and nothing else owns it:
+
+    autograd node --> Handle (offset, size, stride) --> entry --> storage on the device, or its copy on the host
+                      Handle -------------------------^              ^ offload and reload swap these two
+
+So memory goes when autograd drops what it saved, as without hooks, and a storage with many views moves once.
+
+Two things at a stage's border would keep memory that no handle owns. A leaf input keeps its storage through its
+AccumulateGrad node: ``enter`` puts a Function in front instead. The output keeps its own: drop it once it is sent and
+keep its ``GradientEdge``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from optpipe.errors import RunFailed
+from runtime.accounting import Hold, Ledger
+from runtime.channel import HostPool
+
+#: A view this many times smaller than its storage is copied when it is saved, so that it does not pin the whole.
+COMPACT_RATIO = 8
+
+
+class _Entry:
+    """One storage: ``hold`` while it is on the device, ``host`` while it is not; ``moving`` while neither is whole."""
+
+    __slots__ = ("__weakref__", "aliases", "hold", "host", "moving", "nbytes", "pool")
+
+    def __init__(self, hold: Hold, pool: HostPool) -> None:
+        self.hold: Hold | None = hold
+        self.host: Tensor | None = None
+        self.moving = False
+        self.nbytes = hold.nbytes
+        self.pool = pool
+        self.aliases: list[tuple[Tensor, int]] = []  # a tensor that shares the version counter; the version saved
+
+    def check_versions(self) -> None:
+        if any(alias._version != version for alias, version in self.aliases):
+            raise RunFailed("a tensor that the backward needs was changed in place after it was saved")
+
+    def __del__(self) -> None:
+        if self.hold is not None:
+            self.hold.release()
+        if self.host is not None:
+            self.pool.give(self.host)
+
+
+class _Handle:
+    """A saved tensor as geometry over an entry."""
+
+    __slots__ = ("dtype", "entry", "offset", "size", "stride")
+
+    def __init__(self, entry: _Entry, tensor: Tensor) -> None:
+        self.entry, self.dtype = entry, tensor.dtype
+        self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+class Saved:
+    """The saved activations of one (stage, microbatch).
+
+    Parameters
+    ----------
+    ledger
+        Counts what is on the device.
+    device
+        The stage's device; tensors elsewhere are none of ours.
+    skip
+        Storages that stay: parameters, buffers, the batch (``storages``).
+    pool
+        Host memory for offloads.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device, skip: AbstractSet[int], pool: HostPool) -> None:
+        self._ledger, self._device, self._skip, self._pool = ledger, device, skip, pool
+        # Weak: handles own the entries. An entry leaves when its storage may be freed, so no address is ever stale.
+        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        self._away: list[_Entry] = []
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context in which F runs."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device now."""
+        return sum(entry.nbytes for entry in list(self._entries.values()))
+
+    def pack(self, tensor: Tensor) -> Any:
+        """A handle for a tensor that is to be kept; the tensor itself where it stays on the device anyway."""
+        if not self._ours(tensor):
+            # A node that kept its own output would keep itself alive.
+            return tensor if tensor.is_leaf else tensor.detach()
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            size = tensor.numel() * tensor.element_size()
+            if size * COMPACT_RATIO <= storage.nbytes():
+                tensor = tensor.detach().clone()
+                storage = tensor.untyped_storage()
+            entry = _Entry(self._ledger.hold(tensor), self._pool)
+            self._entries[storage._cdata] = entry
+        entry.aliases.append((tensor.detach(), tensor._version))
+        return _Handle(entry, tensor)
+
+    def unpack(self, handle: Any) -> Tensor:
+        """The tensor of a handle. Autograd may ask several times.
+
+        Raises
+        ------
+        RunFailed
+            It is on the host, or it was changed in place since it was saved.
+        """
+        if isinstance(handle, Tensor):
+            return handle
+        entry = handle.entry
+        if entry.hold is None or entry.moving:
+            raise RunFailed("a saved activation is used while it is offloaded: its reload has not ended")
+        entry.check_versions()
+        view = torch.empty(0, dtype=handle.dtype, device=self._device)
+        return view.set_(entry.hold.storage, handle.offset, handle.size, handle.stride)
+
+    def _ours(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.device == self._device
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and tensor.untyped_storage()._cdata not in self._skip
+        )
+
+    def offload(self, nbytes: int | None = None) -> Offload:
+        """The job that moves activations to the host.
+
+        Whole storages move. For the memory promise of a partial offload at least ``nbytes`` must leave the device, so
+        the largest ones that fit into ``nbytes`` go, and then the smallest one that makes it full: what moves exceeds
+        ``nbytes`` by less than that one storage. The choice depends on sizes only, so every step moves the same.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that must leave; None: everything.
+        """
+        return Offload(self, nbytes)
+
+    def reload(self) -> Reload:
+        """The job that brings back what the last offload moved."""
+        return Reload(self)
+
+
+class Offload:
+    """Copies storages to the host; the device's memory is free when it has finished."""
+
+    def __init__(self, saved: Saved, nbytes: int | None) -> None:
+        self._saved, self._nbytes = saved, nbytes
+        self._sources: list[Hold] = []
+
+    def start(self) -> list[tuple[Tensor, Tensor]]:
+        """Takes host memory; (destination, source) pairs to copy."""
+        saved = self._saved
+        pairs = []
+        for entry in _chosen(list(saved._entries.values()), self._nbytes):
+            entry.check_versions()
+            entry.aliases.clear()
+            assert entry.hold is not None
+            source, entry.hold, entry.host = entry.hold, None, saved._pool.take(entry.nbytes)
+            entry.moving = True
+            del saved._entries[source.storage._cdata]
+            saved._away.append(entry)
+            self._sources.append(source)
+            pairs.append((entry.host, _raw(source, saved._device)))
+        return pairs
+
+    def finish(self) -> None:
+        """Frees the device's memory; the copies are done."""
+        for source in self._sources:
+            source.release()
+        self._sources.clear()
+
+
+class Reload:
+    """Copies storages back to the device, into memory that is taken when it starts."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self._back: list[tuple[_Entry, Tensor]] = []
+
+    def start(self) -> list[tuple[Tensor, Tensor]]:
+        """Takes device memory; (destination, source) pairs to copy."""
+        saved = self._saved
+        away, saved._away = saved._away, []
+        pairs = []
+        for entry in away:
+            assert entry.host is not None
+            target = torch.empty(entry.nbytes, dtype=torch.uint8, device=saved._device)
+            entry.hold = saved._ledger.hold(target)
+            saved._entries[target.untyped_storage()._cdata] = entry
+            self._back.append((entry, entry.host))
+            pairs.append((target, entry.host))
+        return pairs
+
+    def finish(self) -> None:
+        """Gives the host memory back; the copies are done."""
+        for entry, host in self._back:
+            entry.host, entry.moving = None, False
+            self._saved._pool.give(host)
+        self._back.clear()
+
+
+def _chosen(entries: list[_Entry], nbytes: int | None) -> list[_Entry]:
+    """Whole storages of at least ``nbytes`` (all, where there are fewer), with little beyond."""
+    # Sorted by size, equal sizes in the order in which they were saved (the table keeps it).
+    entries = sorted(entries, key=lambda entry: -entry.nbytes)
+    if nbytes is None:
+        return entries
+    chosen, left, missing = [], [], nbytes
+    for entry in entries:
+        if entry.nbytes <= missing:
+            chosen.append(entry)
+            missing -= entry.nbytes
+        else:
+            left.append(entry)
+    if missing > 0 and left:
+        chosen.append(left[-1])
+    return chosen
+
+
+def _raw(hold: Hold, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(hold.storage)
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The storages of tensors that stay on the device, for ``Saved``'s ``skip``."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+class InputGradient:
+    """Where the backward leaves the gradient for a stage's input, counted as soon as it is there."""
+
+    __slots__ = ("_ledger", "hold", "value")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.value: Tensor | None = None
+        self.hold: Hold | None = None
+
+    def put(self, gradient: Tensor) -> None:
+        self.value, self.hold = gradient, self._ledger.hold(gradient)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, place: InputGradient) -> Tensor:
+        ctx.place = place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None, None]:
+        ctx.place.put(g)
+        return None, None, None
+
+
+def enter(x: Tensor, place: InputGradient) -> Tensor:
+    """The stage's input as the graph sees it: not a leaf, and its gradient goes to ``place``."""
+    # The probe makes autograd build a graph although x needs no gradient.
+    out: Tensor = _Enter.apply(x, torch.empty(0, device=x.device, requires_grad=True), place)
+    return out

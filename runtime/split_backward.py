@@ -1,0 +1,221 @@
+"""B and W apart: the weight gradients of Linear and Embedding layers are put off and computed later.
+
+    B:  with deferring(store): backward        the input's gradient; (x, g) of every layer go to the store
+    W:  store.run()                            weight.grad += g.T @ x, in the order in which B came by
+
+Without a store (BW, or no pipeline at all) a converted layer computes its weight gradients within the backward, as the
+plain one does. Other layers, LayerNorm among them, always do: their weight gradients cost next to nothing.
+
+Deferred gradients equal the plain ones bit for bit where W runs over the microbatches in the order of B.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+#: Computes and accumulates weight gradients from the tensors that B put into the store.
+WeightWork = Callable[..., None]
+
+
+class Packer(Protocol):
+    """Keeps tensors for later, such as ``saved.Saved``: there they can be counted and offloaded."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """A handle for the tensor."""
+
+    def unpack(self, handle: Any) -> Tensor:
+        """The tensor of a handle."""
+
+
+class WeightStore:
+    """What B leaves for W: of one stage and microbatch.
+
+    Parameters
+    ----------
+    packer
+        Keeps the tensors; None: they are kept as they are.
+    """
+
+    def __init__(self, packer: Packer | None = None) -> None:
+        self._packer = packer
+        self._work: deque[tuple[WeightWork, list[Any]]] = deque()
+
+    def put(self, work: WeightWork, *tensors: Tensor) -> None:
+        """Put off ``work(*tensors)``."""
+        kept = [tensor if self._packer is None else self._packer.pack(tensor) for tensor in tensors]
+        self._work.append((work, kept))
+
+    def run(self) -> None:
+        """Do what was put off, first in first out; what each piece held goes as soon as it is done."""
+        # Without no_grad the gradient would carry a graph, and keep it alive.
+        with torch.no_grad():
+            while self._work:
+                work, kept = self._work.popleft()
+                tensors = [one if self._packer is None else self._packer.unpack(one) for one in kept]
+                del kept
+                work(*tensors)
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+
+# Plain and global, not thread-local: on CUDA a backward runs on a thread of autograd's.
+_store: WeightStore | None = None
+
+
+@contextmanager
+def deferring(store: WeightStore | None) -> Iterator[None]:
+    """Backwards inside put their weight gradients into ``store``; None: they compute them."""
+    global _store
+    outer, _store = _store, store
+    try:
+        yield
+    finally:
+        _store = outer
+
+
+def defer(work: WeightWork, *tensors: Tensor) -> bool:
+    """Put off ``work(*tensors)`` if weight gradients are being put off; for autograd Functions of one's own.
+
+    Returns
+    -------
+    bool
+        False where nothing is put off: then the caller computes its gradients itself.
+    """
+    if _store is None:
+        return False
+    _store.put(work, *tensors)
+    return True
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``parameter.grad``, as autograd does: in the parameter's dtype, with the parameter's hooks."""
+    gradient = gradient.to(parameter.dtype)
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        # Not addmm_ into .grad: it rounds otherwise than the product followed by the sum.
+        parameter.grad.add_(gradient)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)
+
+
+def convert(module: nn.Module) -> nn.Module:
+    """Let the Linear and Embedding layers of ``module`` put off their weight gradients, in place.
+
+    Subclasses of the two, and embeddings that are sparse or renormalise their weights, stay as they are: all of their
+    backward is done by B. Parameters, their names and the numbers computed do not change.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = DeferredLinear
+        elif type(layer) is nn.Embedding and layer.max_norm is None and not layer.sparse:
+            layer.__class__ = DeferredEmbedding
+    return module
+
+
+class DeferredLinear(nn.Linear):
+    """``nn.Linear`` whose weight gradients can be put off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        trains = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if not (torch.is_grad_enabled() and trains):
+            return F.linear(x, self.weight, self.bias)
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            # The cast stays outside of the Function, so that autograd casts the input's gradient back.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+        out: Tensor = _Linear.apply(x, self.weight, self.bias, dtype)
+        return out
+
+
+class DeferredEmbedding(nn.Embedding):
+    """``nn.Embedding`` whose weight gradient can be put off."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(index)
+        out: Tensor = _Embedding.apply(index, self.weight, self.padding_idx, self.scale_grad_by_freq)
+        return out
+
+
+class _Linear(torch.autograd.Function):
+    """``y = x W.T + b`` computed in ``dtype``; x of any leading shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Only parameters may stand on ctx: they stay on the device anyway, and W needs the very objects.
+        ctx.weight, ctx.bias, ctx.dtype = weight, bias, dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = _rows(g).mm(weight.to(ctx.dtype)).view(*g.shape[:-1], weight.shape[1])
+        trained = ctx.weight if ctx.needs_input_grad[1] else None
+        trained_bias = ctx.bias if ctx.needs_input_grad[2] else None
+        # Detached, else what is put off would keep this microbatch's graph.
+        if defer(_linear_work(trained, trained_bias), x.detach(), g.detach()):
+            return gx, None, None, None
+        gw = None if trained is None else _weight_gradient(x, g).to(weight.dtype)
+        gb = None if trained_bias is None else _rows(g).sum(0).to(trained_bias.dtype)
+        return gx, gw, gb, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+    return _rows(g).t().mm(_rows(x))
+
+
+def _linear_work(weight: Tensor | None, bias: Tensor | None) -> WeightWork:
+    def work(x: Tensor, g: Tensor) -> None:
+        if weight is not None:
+            accumulate(weight, _weight_gradient(x, g))
+        if bias is not None:
+            accumulate(bias, _rows(g).sum(0))
+
+    return work
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of the weight by index."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int | None, scale_by_freq: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight = weight
+        ctx.options = (-1 if padding_idx is None else padding_idx, scale_by_freq)
+        return F.embedding(index, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, None, None]:
+        (index,) = ctx.saved_tensors
+        weight, options = ctx.weight, ctx.options
+
+        def gradient(index: Tensor, g: Tensor) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(g, index, weight.shape[0], *options)
+
+        if defer(lambda index, g: accumulate(weight, gradient(index, g)), index, g.detach()):
+            return None, None, None, None
+        return None, gradient(index, g), None, None

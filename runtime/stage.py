@@ -1,0 +1,314 @@
+"""One stage's ops on its microbatches: F, B, W, BW, C, and what O and R move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optpipe.errors import RunFailed
+from runtime.accounting import Ledger
+from runtime.channel import HostPool
+from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storages
+from runtime.split_backward import WeightStore, convert, deferring
+from runtime.transport import Parcel
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def dropout_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """The seed of the random numbers that F(stage, microbatch) draws in a step, whatever the schedule."""
+    value = seed
+    for part in (step, stage, microbatch):
+        value = (value * 1_000_003 + part + 1) % (1 << 63)
+    return value
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside; the generators go on outside as if nothing had been."""
+    cuda = device.type == "cuda"
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    torch.default_generator.manual_seed(seed)
+    if cuda:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], device)
+
+
+@dataclass
+class _Microbatch:
+    """What a stage keeps of a microbatch from F to W."""
+
+    saved: Saved
+    gradient: InputGradient
+    seed: int
+    shape: torch.Size
+    dtype: torch.dtype
+    target: Tensor | None = None
+    input: Parcel | Tensor | None = None  # kept only where the forward is run again
+    edge: GradientEdge | None = None
+    store: WeightStore | None = None
+
+
+@dataclass
+class Stage:
+    """A stage and its microbatches under way.
+
+    Parameters
+    ----------
+    module
+        Takes one tensor and gives one. Linear and Embedding layers in it are converted in place to defer their weight
+        gradients.
+    index, num_stages
+        Which stage of how many.
+    loss_fn
+        Of the last stage: (output, target) to the loss of a microbatch.
+    num_microbatches
+        The step's loss is the mean over this many.
+    device
+        Where the module lives.
+    ledger, pool
+        Count what is held on the device, and give host memory.
+    """
+
+    module: nn.Module
+    index: int
+    num_stages: int
+    loss_fn: LossFn
+    num_microbatches: int
+    device: torch.device
+    ledger: Ledger
+    pool: HostPool
+    _skip: set[int] = field(default_factory=set)
+    _under_way: dict[int, _Microbatch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        convert(self.module)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def begin(self, batch: list[Tensor]) -> None:
+        """Before a step: the tensors of its batch, which are no activations."""
+        # Anew every step: an optimiser, or FSDP, may have moved parameters.
+        self._skip = storages([*self.module.parameters(), *self.module.buffers(), *batch])
+        self._under_way.clear()
+
+    def forward(
+        self, microbatch: int, x: Parcel | Tensor, target: Tensor | None, seed: int, *, recomputed: bool
+    ) -> Parcel | Tensor:
+        """F. The output with the hold on it; of the last stage the microbatch's share of the loss.
+
+        Parameters
+        ----------
+        microbatch
+            Which.
+        x
+            The input: of the first stage a tensor of the batch, else what came from the stage before.
+        target
+            Of the last stage.
+        seed
+            Of the random numbers.
+        recomputed
+            The forward will run again (C): only the input is kept.
+        """
+        tensor = x.tensor if isinstance(x, Parcel) else x
+        state = _Microbatch(
+            Saved(self.ledger, self.device, self._skip, self.pool),
+            InputGradient(self.ledger),
+            seed,
+            tensor.shape,
+            tensor.dtype,
+            target,
+        )
+        self._under_way[microbatch] = state
+        if recomputed:
+            state.input = x
+            with torch.no_grad():
+                output = self._run(state, tensor)
+        else:
+            output = self._run(state, tensor)
+            state.edge = get_gradient_edge(output) if output.requires_grad else None
+        output = output.detach()
+        if self.is_last:
+            result: Parcel | Tensor = output
+        else:
+            output = output.contiguous()
+            result = Parcel(output, self.ledger.hold(output))
+        if isinstance(x, Parcel) and not recomputed:
+            x.hold.release()
+        return result
+
+    def recompute(self, microbatch: int) -> None:
+        """C: the forward again, with the same random numbers, this time for the backward."""
+        state = self._under_way[microbatch]
+        x, state.input = state.input, None
+        assert x is not None, "only a forward that kept its input can run again"
+        output = self._run(state, x.tensor if isinstance(x, Parcel) else x)
+        state.edge = get_gradient_edge(output) if output.requires_grad else None
+        if isinstance(x, Parcel):
+            x.hold.release()
+
+    def _run(self, state: _Microbatch, x: Tensor) -> Tensor:
+        random = seeded(state.seed, self.device) if self.module.training else nullcontext()
+        hooks = state.saved.hooks() if torch.is_grad_enabled() else nullcontext()
+        with random, hooks:
+            if not self.is_first and torch.is_grad_enabled():
+                x = enter(x, state.gradient)
+            output: Tensor = self.module(x)
+            del x
+            if self.is_last:
+                assert state.target is not None
+                output = self.loss_fn(output, state.target) / self.num_microbatches
+        return output
+
+    def backward(self, microbatch: int, gradient: Parcel | None, *, split: bool) -> Parcel | None:
+        """B (``split``) or BW. The gradient for the input with the hold on it; None of the first stage.
+
+        Parameters
+        ----------
+        microbatch
+            Which.
+        gradient
+            For the output; None of the last stage.
+        split
+            Put the weight gradients off until ``weight``.
+        """
+        state = self._under_way[microbatch]
+        edge, state.edge = state.edge, None
+        if split:
+            state.store = WeightStore(state.saved)
+        else:
+            del self._under_way[microbatch]
+        if edge is not None:
+            value = gradient.tensor if gradient is not None else torch.ones((), device=self.device)
+            with deferring(state.store):
+                torch.autograd.backward([edge], [value])
+            del edge, value
+        if gradient is not None:
+            gradient.hold.release()
+        return None if self.is_first else self._input_gradient(state)
+
+    def _input_gradient(self, state: _Microbatch) -> Parcel:
+        value, hold = state.gradient.value, state.gradient.hold
+        state.gradient.value = state.gradient.hold = None
+        if value is None or hold is None:  # nothing in the stage depends on its input
+            value = torch.zeros(state.shape, dtype=state.dtype, device=self.device)
+            hold = self.ledger.hold(value)
+        elif not value.is_contiguous():
+            value = value.contiguous()
+            hold.release()
+            hold = self.ledger.hold(value)
+        return Parcel(value, hold)
+
+    def weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B put off."""
+        store = self._under_way.pop(microbatch).store
+        if store is None:
+            raise RunFailed(f"W({self.index},{microbatch}) has nothing to do: its backward was not split")
+        store.run()
+
+    def offload(self, microbatch: int, nbytes: int | None) -> Offload:
+        """What O moves: at least ``nbytes``; None: everything."""
+        return self._under_way[microbatch].saved.offload(nbytes)
+
+    def reload(self, microbatch: int) -> Reload:
+        """What R brings back."""
+        return self._under_way[microbatch].saved.reload()
+
+    def saved_bytes(self, microbatch: int) -> int:
+        """Bytes saved for the backward that are on the device now; the output's place is not among them."""
+        return self._under_way[microbatch].saved.nbytes
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a stage holds per microbatch, counted as a run counts it; the names are the problem's.
+
+    ``output_bytes``: what it hands to the next stage; 0 of the last one.
+    """
+
+    activation_bytes: int
+    weight_context_bytes: int
+    offloadable_bytes: int
+    checkpoint_bytes: int
+    output_bytes: int
+
+
+def measure_bytes(
+    module: nn.Module, index: int, num_stages: int, x: Tensor, target: Tensor | None, loss_fn: LossFn
+) -> StageBytes:
+    """Run one microbatch through a stage and count what it holds. Gradients are left as they were.
+
+    Parameters
+    ----------
+    module, index, num_stages, loss_fn
+        As for ``Stage``.
+    x
+        An input: any values will do.
+    target
+        Of the last stage.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
+        fused = _measured(module, index, num_stages, x, target, loss_fn, kind="fused")
+        again = _measured(module, index, num_stages, x, target, loss_fn, kind="recomputed")
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return StageBytes(
+        max(split["peak"], fused["peak"], again["peak"]),
+        split["context"],
+        split["saved"],
+        again["kept"],
+        split["output"],
+    )
+
+
+def _measured(
+    module: nn.Module, index: int, num_stages: int, x: Tensor, target: Tensor | None, loss_fn: LossFn, kind: str
+) -> dict[str, int]:
+    """Levels of one microbatch from F to W; the output stays, as the place of its gradient."""
+    ledger = Ledger()
+    stage = Stage(module, index, num_stages, loss_fn, 1, x.device, ledger, HostPool())
+    stage.begin([tensor for tensor in (x if index == 0 else None, target) if tensor is not None])
+    source = x if index == 0 else Parcel(x, ledger.hold(x))
+    output = stage.forward(0, source, target, 0, recomputed=kind == "recomputed")
+    found = {"kept": ledger.activation_bytes}
+    if kind == "recomputed":
+        stage.recompute(0)
+    gradient = None
+    found["output"] = 0
+    if isinstance(output, Parcel):
+        found["output"] = output.hold.nbytes
+        # Memory of its own, as the run may have to take it: where the output itself is saved.
+        value = torch.ones_like(output.tensor)
+        gradient = Parcel(value, ledger.hold(value))
+        output.hold.release()
+    found["saved"] = stage.saved_bytes(0)
+    for parameter in module.parameters():
+        parameter.grad = None
+    given = stage.backward(0, gradient, split=kind == "split")
+    found["peak"] = ledger.activation_peak
+    if given is not None:
+        given.hold.release()
+    found["context"] = ledger.activation_bytes
+    if kind == "split":
+        stage.weight(0)
+    return found

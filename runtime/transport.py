@@ -1,0 +1,327 @@
+"""Sends and receives that cannot deadlock, and the hand-over between stages of one rank.
+
+Nothing that computes ever waits for a send, except that a B waits for the gradients before the last few to be gone; and
+a gradient always has a place to go to: when an input has been sent, the place of that output becomes the buffer that
+its gradient is received into, long before the gradient is made.
+
+    stage s    F ==y==> sent; its place waits for the gradient ......................... ==g==> B
+    stage s+1              ==x==> F ............................................. B ==g==> sent
+
+Receives of inputs are posted in the sender's order, a bounded number ahead (``program``). So no cycle of waits exists,
+whatever the plan. On gloo each message has a tag of its own. NCCL knows no tags and does the operations of one
+communicator in order: there each direction of a pair of ranks has a communicator for inputs and one for gradients, and
+both ends use it in the sender's order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.accounting import Hold, Ledger
+from runtime.events import CpuEvent, Event, Failure, PeerLost
+from runtime.program import UNSENT_GRADIENTS, Link, Message, Program
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of what a stage hands to the next one, per microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such a tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+
+
+class Parcel(NamedTuple):
+    """A tensor that goes from one stage to another, and the hold on its storage."""
+
+    tensor: Tensor
+    hold: Hold
+
+
+class LocalTransport:
+    """Hands tensors from stage to stage within a rank, without a copy."""
+
+    def __init__(self) -> None:
+        self._here: dict[Message, Parcel] = {}
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Post the receives of inputs."""
+        assert not messages, "within a rank nothing is received"
+
+    def give(self, message: Message, parcel: Parcel) -> None:
+        """Hand a message over. The hold goes with it."""
+        self._here[message] = parcel
+
+    def take(self, message: Message) -> Parcel:
+        """The message; waits until it is here."""
+        return self._here.pop(message)
+
+    def before_gradient(self, message: Message) -> None:
+        """Wait until few enough gradients are unsent for one more."""
+
+    def drain(self) -> None:
+        """Wait until everything is sent, at the end of a step."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class RankTransport(LocalTransport):
+    """Between ranks: what gloo and NCCL have in common.
+
+    Parameters
+    ----------
+    program
+        What is received and when.
+    device_of_stage
+        The device of the plan that runs each stage.
+    boundaries
+        What stage s hands to s+1; S - 1 entries.
+    device
+        Where this rank's tensors live.
+    ledger
+        Counts the buffers.
+    failure
+        The first thing that went wrong on this rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device_of_stage: Sequence[int],
+        boundaries: Sequence[TensorSpec],
+        device: torch.device,
+        ledger: Ledger,
+        failure: Failure,
+    ) -> None:
+        super().__init__()
+        self._program, self._stage_device, self._specs = program, device_of_stage, boundaries
+        self._device, self._ledger, self._failure = device, ledger, failure
+        self._lock = threading.RLock()
+        self._arrivals: dict[Message, Event] = {}
+        # Per link of gradients to this rank: how many of them, in the sender's order, have a buffer that waits.
+        self._posted = dict.fromkeys(program.gradients_from, 0)
+        self._places: dict[Message, tuple[Parcel, Event]] = {}  # sent outputs, and the end of their sending
+        self._unsent: dict[Link, deque[Event]] = {}
+        self._sends: list[Event] = []
+
+    def _link(self, message: Message) -> Link | None:
+        """How the message travels; None: it stays here."""
+        from_stage = message.stage + 1 if message.gradient else message.stage - 1
+        sender, receiver = self._stage_device[from_stage], self._stage_device[message.stage]
+        return None if sender == receiver else Link(sender, receiver, message.gradient)
+
+    def _spec(self, message: Message) -> TensorSpec:
+        return self._specs[message.stage if message.gradient else message.stage - 1]
+
+    def post(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            spec = self._spec(message)
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            parcel = Parcel(buffer, self._ledger.hold(buffer, message=True))
+            self._expect(message, parcel)
+            self._receive(message, parcel.tensor, None)
+
+    def give(self, message: Message, parcel: Parcel) -> None:
+        link = self._link(message)
+        if link is None:
+            super().give(message, parcel)
+        elif message.gradient:
+            parcel.hold.as_message()
+            sent = self._send(message, parcel.tensor)
+            self._when_sent(sent, parcel.hold.release)
+            self._unsent.setdefault(link, deque()).append(sent)
+            self._sends.append(sent)
+        else:
+            answer = Message(True, message.stage - 1, message.microbatch)
+            back = Link(link.receiver, link.sender, True)
+            self._announce(answer)
+            sent = self._send(message, parcel.tensor)
+            with self._lock:
+                self._places[answer] = (parcel, sent)
+            self._sends.append(sent)
+            self._then(sent, lambda: self._post_gradients(back))
+
+    def take(self, message: Message) -> Parcel:
+        if self._link(message) is None:
+            return super().take(message)
+        self._arrivals[message].wait()
+        with self._lock:
+            del self._arrivals[message]
+            return self._here.pop(message)
+
+    def before_gradient(self, message: Message) -> None:
+        link = self._link(message)
+        unsent = self._unsent.get(link) if link is not None else None
+        while unsent and len(unsent) >= UNSENT_GRADIENTS:
+            unsent.popleft().wait()
+
+    def drain(self) -> None:
+        for sent in self._sends:
+            sent.wait()
+        self._sends.clear()
+        self._unsent.clear()
+        self._posted = dict.fromkeys(self._posted, 0)
+
+    def _expect(self, message: Message, parcel: Parcel) -> None:
+        with self._lock:
+            self._here[message] = parcel
+
+    def _post_gradients(self, link: Link) -> None:
+        """Post the receives of gradients for which there is a place, in the sender's order."""
+        with self._lock:
+            messages = self._program.gradients_from[link]
+            while self._posted[link] < len(messages):
+                message = messages[self._posted[link]]
+                place = self._places.get(message)
+                if place is None or not self._may_post(place[1]):
+                    return
+                del self._places[message]
+                self._posted[link] += 1
+                parcel = self._buffer(message, place[0])
+                self._expect(message, parcel)
+                self._receive(message, parcel.tensor, place[1])
+
+    def _buffer(self, message: Message, output: Parcel) -> Parcel:
+        """The place of an output that was sent, for its gradient: the same memory where no one else holds it."""
+        storage, spec = output.tensor.untyped_storage(), self._spec(message)
+        alone = self._ledger.holders(storage) == 1 and storage.nbytes() == spec.nbytes
+        if alone and output.tensor.is_contiguous():
+            return output
+        output.hold.release()
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return Parcel(buffer, self._ledger.hold(buffer))
+
+    # What differs between gloo and NCCL.
+
+    def _announce(self, message: Message) -> None:
+        """A gradient that will be received: it may be waited for from now on."""
+        raise NotImplementedError
+
+    def _send(self, message: Message, tensor: Tensor) -> Event:
+        raise NotImplementedError
+
+    def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
+        """Receive into ``buffer``, once ``after`` has happened; ``_arrivals`` gets the event of the arrival."""
+        raise NotImplementedError
+
+    def _then(self, event: Event, work: Callable[[], None]) -> None:
+        """Run ``work`` as soon as what follows may be put after ``event``."""
+        raise NotImplementedError
+
+    def _when_sent(self, event: Event, work: Callable[[], None]) -> None:
+        """Run ``work`` once the memory that was sent may be used again."""
+        raise NotImplementedError
+
+    def _may_post(self, sent: Event) -> bool:
+        """Whether a receive into memory that was sent can be posted now."""
+        raise NotImplementedError
+
+
+class GlooTransport(RankTransport):
+    """On gloo: a tag a message, and threads that wait for the works.
+
+    gloo's works complete only for someone who waits for them, so each link has a thread that does, in the order of
+    posting. ``ranks[d]`` is the global rank that runs device d; ``timeout_s`` the longest wait for a message.
+    """
+
+    def __init__(self, *args: Any, ranks: Sequence[int], timeout_s: float, num_microbatches: int) -> None:
+        super().__init__(*args)
+        self._ranks, self._timeout_s, self._num_microbatches = ranks, timeout_s, num_microbatches
+        self._waiters: dict[tuple[Link, str], _Waiter] = {}
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.stage * self._num_microbatches + message.microbatch) + message.gradient
+
+    def _event(self, label: str) -> CpuEvent:
+        return CpuEvent(self._failure, label, self._timeout_s)
+
+    def _waiter(self, link: Link, doing: str, peer: int) -> _Waiter:
+        key = (link, doing)
+        if key not in self._waiters:
+            self._waiters[key] = _Waiter(self._ranks[peer], self._failure)
+        return self._waiters[key]
+
+    def _announce(self, message: Message) -> None:
+        link = self._link(message)
+        assert link is not None
+        self._arrivals[message] = self._event(f"{message} from rank {self._ranks[link.sender]}")
+
+    def _send(self, message: Message, tensor: Tensor) -> CpuEvent:
+        link = self._link(message)
+        assert link is not None
+        event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}")
+        work = dist.isend(tensor, self._ranks[link.receiver], tag=self._tag(message))
+        self._waiter(link, "sending", link.receiver).put(work, tensor, event)
+        return event
+
+    def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
+        link = self._link(message)
+        assert link is not None
+        if message not in self._arrivals:
+            self._announce(message)
+        event = self._arrivals[message]
+        assert isinstance(event, CpuEvent)
+        work = dist.irecv(buffer, self._ranks[link.sender], tag=self._tag(message))
+        self._waiter(link, "receiving", link.sender).put(work, buffer, event)
+
+    def _then(self, event: Event, work: Callable[[], None]) -> None:
+        assert isinstance(event, CpuEvent)
+        event.then(work)
+
+    _when_sent = _then
+
+    def _may_post(self, sent: Event) -> bool:
+        return sent.done
+
+    def close(self) -> None:
+        for waiter in self._waiters.values():
+            waiter.put(None, None, None)
+
+
+class _Waiter:
+    """A thread that waits for the works of one link, in order, and sets their events."""
+
+    def __init__(self, peer: int, failure: Failure) -> None:
+        self._peer, self._failure = peer, failure
+        self._queue: queue.SimpleQueue[tuple[Any, Tensor | None, CpuEvent | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"link to rank {peer}", daemon=True).start()
+
+    def put(self, work: Any, tensor: Tensor | None, event: CpuEvent | None) -> None:
+        """A work to wait for, with its tensor, which has to live until then; None ends the thread."""
+        self._queue.put((work, tensor, event))
+
+    def _run(self) -> None:
+        while True:
+            work, tensor, event = self._queue.get()
+            if work is None or event is None:
+                return
+            try:
+                work.wait()
+            except RuntimeError as error:
+                reason = str(error).split("] ", 1)[-1].split(". ")[0].splitlines()[0]
+                self._failure.report(PeerLost(f"lost rank {self._peer}, waited for {event.label}: {reason}"))
+                return
+            try:
+                del work, tensor  # before the callbacks: they look at who holds the memory
+                event.set()
+            except BaseException as error:
+                self._failure.report(error, event.label)
+                return
+            del event
