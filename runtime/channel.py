@@ -48,8 +48,9 @@ class CopyJob(Protocol):
 class Transfer:
     """One job as it went. Times in s on ``time.perf_counter``'s clock.
 
-    ``submitted``: when the lane got it; ``ready``: everything it waited for has happened. ``late_s``: how long after its
-    paced end the copy ended (0 where nothing is paced); a lane that cannot keep its pace is of no use for predictions.
+    ``submitted``: when the lane got it; ``ready``: everything it waited for has happened. ``late_s``: how long after
+    its paced end the copy ended (0 where nothing is paced); a lane that cannot keep its pace is of no use for
+    predictions.
     """
 
     label: str

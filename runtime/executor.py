@@ -376,9 +376,7 @@ class Executor:
     def _check_parts(self, stages: Mapping[int, nn.Module]) -> None:
         problem = self.plan.problem
         if len(self._ranks) != problem.num_devices:
-            raise InputError(
-                "", "ranks", f"has {len(self._ranks)} entries, expected {problem.num_devices}: the devices"
-            )
+            raise InputError("", "ranks", f"has {len(self._ranks)} entries, expected {problem.num_devices}")
         expected = problem.stages_of[self._number]
         if tuple(sorted(stages)) != expected:
             raise InputError("", "stages", f"are {sorted(stages)}, expected {list(expected)}: those of this device")
