@@ -136,6 +136,14 @@ class ChannelProfile(_Part):
     transfers: Listed[TransferProfile]
 
 
+class TrialProfile(_Part):
+    """A schedule that the profile was taken under: its step as it ran, and as this profile predicts it."""
+
+    name: str
+    predicted_ms: Milliseconds
+    measured_ms: Milliseconds
+
+
 class Profile(_Part):
     """A measured model. ``settings``: the config that was measured, its partition settled."""
 
@@ -147,6 +155,7 @@ class Profile(_Part):
     devices: Annotated[tuple[DeviceProfile, ...], Field(strict=False, min_length=1)]
     links: Listed[LinkProfile]
     channels: Listed[ChannelProfile] = ()
+    trials: Listed[TrialProfile] = ()
     settings: Config
     warnings: Listed[str] = ()
 

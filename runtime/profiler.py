@@ -1,11 +1,56 @@
-"""Measures the model of a config in place: on its ranks, inside a real schedule."""
+"""Measures the model of a config in place: on its ranks, inside real schedules.
+
+    partition   costs of single layers, where the config wants it balanced
+    bytes       what each stage holds of a microbatch
+    trials      1F1B with a split backward, with a fused one, and with offloads: times of every op, message lags, load
+    links       copies to the host alone and beside each neighbour, messages of several sizes
+
+Each trial runs as training does, through the executor, so times contain what the ranks do to each other.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import statistics
 from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from optpipe.config import Config
-from optpipe.profile import Profile
+from optpipe.ops import Kind
+from optpipe.profile import (
+    ChannelProfile,
+    DeviceProfile,
+    LinkProfile,
+    Profile,
+    StageProfile,
+    Timing,
+    TrialProfile,
+)
+from runtime import costs, gather, launch, links, optimizer, partition, samples, stages
+from runtime.data import VOCABULARY, batch_shape
+from runtime.executor import Executor
+from runtime.model import loss_fn
+from runtime.samples import Sample, Trace
+from runtime.stage import StageBytes, measure_bytes
+from runtime.trial import Trial
+from runtime.worker import Rank
+
+#: Wall over CPU time of compute above which a machine counts as loaded.
+LOADED_ABOVE = 1.1
+#: A trial whose step is further than this share from what its own figures predict makes a warning.
+OFF_BY = 0.1
+#: Of the free memory of a GPU, what trials may fill with activations.
+TRIAL_SHARE = 0.8
+#: The schedules that are run.
+TRIALS: dict[str, dict[str, Any]] = {
+    "split backward": {"split": True, "offload": False},
+    "fused backward": {"split": False, "offload": False},
+    "offloads": {"split": True, "offload": True},
+}
 
 
 def profile(config: Config, on_progress: Callable[[str], None] | None = None) -> Profile:
@@ -30,4 +75,265 @@ def profile(config: Config, on_progress: Callable[[str], None] | None = None) ->
     RunFailed
         A rank failed: the first cause.
     """
-    raise NotImplementedError
+    stages.gpt_config(config)  # a config without a model is refused before anything starts
+    ranks = config.pipeline.devices
+    device = launch.resolve_device(config.device, ranks, config.file)
+
+    def hear(message: dict[str, Any]) -> None:
+        if on_progress is not None:
+            on_progress(message["progress"])
+
+    arguments = {"config": config.to_json(), "file": config.file}
+    return Profile.from_json(launch.launch(measure_rank, arguments, ranks, device, hear), config.file)
+
+
+def measure_rank(rank: Rank, config: dict[str, Any], file: str) -> dict[str, Any]:
+    """What one rank does to measure; the profile as JSON, the same on every rank."""
+    settings = Config.from_json({**config, "device": rank.device.type}, file)
+    if settings.pipeline.partition == "balanced":
+        _say(rank, "layers, to balance the stages")
+        of_ranks = gather.numbers(costs.layers(settings, rank.device))
+        mean = [statistics.fmean(layer) for layer in zip(*of_ranks, strict=True)]
+        settings = settings.with_partition(partition.balanced(mean, settings.pipeline.stage_devices))
+    return _Measurement(rank, settings).run().to_json()
+
+
+def _say(rank: Rank, text: str) -> None:
+    if rank.rank == 0:
+        rank.send({"progress": text})
+
+
+class _Measurement:
+    """One rank's part of a profile whose partition is settled."""
+
+    def __init__(self, rank: Rank, config: Config) -> None:
+        self.rank, self.config = rank, config
+        self.placement = config.pipeline.stage_devices
+        self.stages = stages.build_stages(config, rank.rank, rank.device)
+        self.boundaries = stages.boundaries(config)
+
+    def run(self) -> Profile:
+        """Measure everything; every rank gets the whole profile."""
+        _say(self.rank, "bytes that each stage holds")
+        sizes = self._sizes()
+        in_flight = self._in_flight(sizes)
+        trials: dict[str, tuple[Trial, list[Trace]]] = {}
+        common: dict[str, Any] = {"in_flight": in_flight, "half_duplex": self.config.offload.half_duplex}
+        for name, kind in TRIALS.items():
+            if kind["offload"] and not self.config.offload.enabled:
+                continue
+            _say(self.rank, f"1F1B, {name}")
+            trial = Trial(self.placement, self._microbatches(), **kind, **common)
+            trials[name] = trial, self._run_trial(trial)
+        _say(self.rank, "links")
+        return self._profile(sizes, trials, self._links(), self._channels())
+
+    def _microbatches(self) -> int:
+        """Enough for a steady state, whatever the batch."""
+        return min(self.config.batch.microbatches, max(8, 2 * len(self.placement)))
+
+    def _batch(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Random tokens: what they are changes no time."""
+        _, size, context = batch_shape(self.config)
+        shape = (self._microbatches(), size, context)
+        generator = torch.Generator().manual_seed(self.config.train.seed)
+        tokens = torch.randint(VOCABULARY, shape, generator=generator).to(self.rank.device)
+        return list(tokens), list(tokens.flip(-1))
+
+    def _sizes(self) -> list[StageBytes]:
+        """Of every stage, by number."""
+        tokens, targets = self._batch()
+        found: dict[str, Any] = {}
+        for number, module in self.stages.items():
+            x = tokens[0]
+            if number > 0:
+                spec = self.boundaries[number - 1]
+                x = torch.randn(spec.shape, dtype=spec.dtype, device=self.rank.device)
+            measured = measure_bytes(module, number, len(self.placement), x, targets[0], loss_fn)
+            found[str(number)] = vars(measured)
+        whole = {int(number): sizes for row in gather.objects(found) for number, sizes in row.items()}
+        return [StageBytes(**whole[number]) for number in range(len(self.placement))]
+
+    def _in_flight(self, sizes: list[StageBytes]) -> int | None:
+        """Microbatches a stage that the trials may hold: on a GPU as many as fit, on a CPU device no limit."""
+        most = 1e9
+        if self.rank.device.type == "cuda":
+            _, gradients, _ = optimizer.state_bytes(self.stages.values())
+            free = TRIAL_SHARE * (torch.cuda.mem_get_info(self.rank.device)[0] - gradients)
+            most = max(1.0, free // max(1, sum(sizes[number].activation_bytes for number in self.stages)))
+        least = min(row[0] for row in gather.numbers([most]))
+        return None if least >= len(self.placement) else int(least)
+
+    def _run_trial(self, trial: Trial) -> list[Trace]:
+        """Steps of a trial over all ranks, those after the warm-up."""
+        pace = self.config.offload.bandwidth_bytes_per_s
+        executor = Executor(
+            trial.plan(), self.stages, self.boundaries, loss_fn, device=self.rank.device, bandwidth=(pace, pace)
+        )
+        inputs, targets = self._batch()
+        steps = []
+        for number in range(self.config.measure.warmup + self.config.measure.iterations):
+            gather.numbers([0.0])  # all begin together, as behind the clipping of a training step
+            result = executor.step(inputs, targets, number=number)
+            for module in self.stages.values():
+                module.zero_grad(set_to_none=True)
+            origin = result.origin * 1e3
+            if number >= self.config.measure.warmup:
+                ops = [
+                    (int(op.kind), op.stage, op.microbatch, origin + op.start, origin + op.end, op.cpu_ms, op.late_ms)
+                    for op in result.ops
+                ]
+                steps.append((ops, result.step_ms))
+        executor.close()
+        ranks = gather.objects(steps)
+        return [
+            Trace(tuple(Sample(Kind(kind), *rest) for ops, _ in step for kind, *rest in ops), max(ms for _, ms in step))
+            for step in zip(*ranks, strict=True)
+        ]
+
+    def _links(self) -> list[dict[str, list[float]]]:
+        """Per boundary between stages: ms of an empty message, of one of its size and of a large one."""
+        found = []
+        for number, spec in enumerate(self.boundaries):
+            ends = self.placement[number], self.placement[number + 1]
+            sizes = {"empty": 1, "own": spec.nbytes, "large": links.MESSAGE_BYTES}
+            here = {}
+            for name, nbytes in sizes.items() if ends[0] != ends[1] else ():
+                here[name] = links.message_ms(*ends, nbytes, self.rank.device, self.config.measure.iterations)
+            found.append({name: ms for name, ms in here.items() if ms is not None})
+        rows = gather.objects(found)
+        return [rows[self.placement[number]][number] for number in range(len(found))]
+
+    def _channels(self) -> tuple[ChannelProfile, ...]:
+        """The channels, and the speed of each transfer alone and beside a neighbour."""
+        if not self.config.offload.enabled:
+            return ()
+        host = links.HostLinks(self.rank.device, self.config.offload.bandwidth_bytes_per_s)
+        devices, repeats = self.config.pipeline.devices, max(3, self.config.measure.iterations // 2)
+        alone: list[links.HostLink] = []
+        for device in range(devices):
+            mine = host.measure(self.rank.rank == device, repeats)
+            alone.append(links.HostLink(*gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])[device]))
+        together: dict[tuple[int, int], list[links.HostLink]] = {}
+        # Neighbours by number: switches join devices that sit side by side.
+        for first in range(devices - 1):
+            pair = (first, first + 1)
+            mine = host.measure(self.rank.rank in pair, repeats)
+            rows = gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])
+            together[pair] = [links.HostLink(*rows[device]) for device in pair]
+        host.close()
+        return links.channels(self.config.offload, alone, together)
+
+    def _profile(
+        self,
+        sizes: list[StageBytes],
+        trials: dict[str, tuple[Trial, list[Trace]]],
+        messages: list[dict[str, list[float]]],
+        channels: tuple[ChannelProfile, ...],
+    ) -> Profile:
+        times: dict[tuple[int, Kind], list[float]] = {}
+        for _, traces in trials.values():
+            for key, found in samples.durations(traces).items():
+                times.setdefault(key, []).extend(found)
+        plain = [trace for name in ("split backward", "fused backward") for trace in trials[name][1]]
+        lags = samples.message_lags(plain, self.placement)
+        boundary_links = tuple(
+            _link(self.boundaries[number].nbytes, lags.get(number, []), messages[number])
+            for number in range(len(self.boundaries))
+        )
+        load = samples.loads(plain, self.placement)
+        static = gather.numbers([float(part) for part in optimizer.state_bytes(self.stages.values())])
+        comm = [link.message_ms.median for link in boundary_links]
+        checks = tuple(
+            TrialProfile(
+                name=f"1F1B, {name}",
+                predicted_ms=samples.predicted_ms(trial.plan(), times, comm),
+                measured_ms=statistics.median(trace.step_ms for trace in traces),
+            )
+            for name, (trial, traces) in trials.items()
+        )
+        late = samples.late_share(trials["offloads"][1]) if "offloads" in trials else 0.0
+        return Profile.make(
+            name=self.config.name,
+            machine=_machine(self.rank),
+            stages=tuple(self._stage(number, sizes[number], times) for number in range(len(self.placement))),
+            devices=tuple(
+                DeviceProfile(
+                    weight_bytes=int(weights),
+                    gradient_bytes=int(gradients),
+                    optimizer_bytes=int(state),
+                    load=load[device],
+                )
+                for device, (weights, gradients, state) in enumerate(static)
+            ),
+            links=boundary_links,
+            channels=channels,
+            trials=checks,
+            settings=self.config,
+            warnings=tuple(warnings(load, late, checks)),
+        )
+
+    def _stage(self, number: int, sizes: StageBytes, times: dict[tuple[int, Kind], list[float]]) -> StageProfile:
+        counts = cast("tuple[int, ...]", self.config.pipeline.partition)
+
+        def timing(kind: Kind) -> Timing:
+            return Timing.of(times[number, kind])
+
+        offload = self.config.offload.enabled
+        return StageProfile(
+            device=self.placement[number],
+            layers=counts[number],
+            forward_ms=timing(Kind.F),
+            backward_ms=timing(Kind.B),
+            weight_ms=timing(Kind.W),
+            fused_backward_ms=timing(Kind.BW),
+            activation_bytes=sizes.activation_bytes,
+            weight_context_bytes=sizes.weight_context_bytes,
+            offloadable_bytes=sizes.offloadable_bytes,
+            checkpoint_bytes=sizes.checkpoint_bytes,
+            offload_ms=timing(Kind.O) if offload else None,
+            reload_ms=timing(Kind.R) if offload else None,
+        )
+
+
+def _link(nbytes: int, lags: list[float], messages: dict[str, list[float]]) -> LinkProfile:
+    """Lags inside a schedule where there are any, else messages alone; within a device messages take no time."""
+    if not messages:
+        return LinkProfile(message_bytes=nbytes, message_ms=Timing(median=0.0))
+    empty, large = statistics.median(messages["empty"]), statistics.median(messages["large"])
+    return LinkProfile(
+        message_bytes=nbytes,
+        message_ms=Timing.of(lags or messages["own"]),
+        latency_ms=empty,
+        bytes_per_s=links.MESSAGE_BYTES / max(large - empty, 1e-6) * 1e3,
+    )
+
+
+def warnings(load: list[float | None], late: float, trials: tuple[TrialProfile, ...]) -> list[str]:
+    """What makes the figures doubtful, in words."""
+    found = [
+        f"device {device} was loaded: its compute took {ratio:.2f} times its CPU time, so times are too long"
+        for device, ratio in enumerate(load)
+        if ratio is not None and ratio > LOADED_ABOVE
+    ]
+    if late > 0.0:
+        found.append(f"{late:.0%} of the copies missed the pace of offload.bandwidth_bytes_per_s")
+    found += [
+        f"{trial.name}: a step took {trial.measured_ms:.4g} ms, but its ops add up to {trial.predicted_ms:.4g} ms"
+        for trial in trials
+        if abs(trial.measured_ms / trial.predicted_ms - 1) > OFF_BY
+    ]
+    return found
+
+
+def _machine(rank: Rank) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "device": rank.device.type,
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    if rank.device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(rank.device)
+    return facts

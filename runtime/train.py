@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from optpipe import metrics
@@ -18,7 +17,7 @@ from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
 from optpipe.verify import verify_plan
-from runtime import checkpoint, data, launch, optimizer, stages
+from runtime import checkpoint, data, gather, launch, optimizer, stages
 from runtime.executor import Executor, StepResult
 from runtime.metrics_log import MetricsLog, Step, Summary
 from runtime.model import loss_fn
@@ -144,7 +143,6 @@ class _Run:
             self.stages,
             stages.boundaries(config),
             loss_fn,
-            rank=rank.rank,
             device=rank.device,
             bandwidth=(bandwidth, bandwidth),
             seed=config.train.seed,
@@ -197,7 +195,7 @@ class _Run:
             float(result.peak_bytes),
             float(result.host_peak_bytes),
         ]
-        rows = gathered(mine)
+        rows = gather.numbers(mine)
         loss, pipeline_ms, whole_ms = sum(row[0] for row in rows), max(r[1] for r in rows), max(r[2] for r in rows)
         if loss != loss or loss == float("inf"):
             raise RunFailed(f"the loss is {loss} in step {number + 1}: try a lower optimizer.learning_rate")
@@ -220,7 +218,7 @@ class _Run:
     def _agree_on_the_text(self) -> None:
         """Ranks draw batches on their own: they must have the same text."""
         digest = zlib.crc32(self.text.numpy().tobytes())
-        if len({row[0] for row in gathered([float(digest), float(len(self.text))])}) > 1:
+        if len({row[0] for row in gather.numbers([float(digest), float(len(self.text))])}) > 1:
             raise InputError(self.config.file, "data", "is not the same text on all ranks, expected one folder for all")
 
     def summary(self) -> Summary:
@@ -255,11 +253,3 @@ class _Run:
             load=statistics.median(loads) if (loads := [r.load for r in steady if r.load is not None]) else None,
             checkpoint=self.config.train.checkpoint,
         )
-
-
-def gathered(values: list[float]) -> list[list[float]]:
-    """The same numbers of every rank, by rank, on every rank (float64: integers up to 2^53 are exact)."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return [row.tolist() for row in rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
@@ -33,6 +34,8 @@ class Trial:
         Every second microbatch of each stage goes to the host and back.
     in_flight
         Microbatches that a stage may hold at most, whatever 1F1B would hold; None: no limit.
+    half_duplex
+        A device's offloads and reloads share a channel.
     """
 
     stage_devices: Sequence[int]
@@ -40,6 +43,7 @@ class Trial:
     split: bool = True
     offload: bool = False
     in_flight: int | None = None
+    half_duplex: bool = False
 
     def plan(self) -> Plan:
         """The schedule as a plan. Its problem has nominal times and no memory limit."""
@@ -67,13 +71,18 @@ class Trial:
                 "devices": [{"memory_bytes": None} for _ in devices],
                 "stages": [{"device": device, **stage} for device in self.stage_devices],
                 "comm_ms": [0.0] * (len(self.stage_devices) - 1),
-                "channels": [
-                    {"name": f"{direction}:{device}", "transfers": [{"device": device, "direction": direction}]}
-                    for device in devices
-                    for direction in (("d2h", "h2d") if self.offload else ())
-                ],
+                "channels": [channel for device in devices for channel in self._channels(device)],
             }
         )
+
+    def _channels(self, device: int) -> list[dict[str, Any]]:
+        if not self.offload:
+            return []
+        groups = [("d2h", "h2d")] if self.half_duplex else [("d2h",), ("h2d",)]
+        return [
+            {"name": f"{group[0]}:{device}", "transfers": [{"device": device, "direction": d} for d in group]}
+            for group in groups
+        ]
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError, OptPipeError
+from runtime.events import PeerLost
 
 #: A rank that waits this long for another one gives up.
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -68,7 +69,7 @@ def lost_peer(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None:
         text = str(link).lower()
-        if isinstance(link, dist.DistError) or any(word in text for word in words):
+        if isinstance(link, dist.DistError | PeerLost) or any(word in text for word in words):
             return True
         link = link.__cause__
     return False

@@ -20,11 +20,13 @@ placements = st.one_of(
 
 
 @settings(max_examples=100, deadline=None)
-@given(placements, st.integers(1, 9), st.booleans(), st.booleans(), st.one_of(st.none(), st.integers(1, 3)))
+@given(
+    placements, st.integers(1, 9), st.booleans(), st.booleans(), st.one_of(st.none(), st.integers(1, 3)), st.booleans()
+)
 def test_trials_are_valid_plans(
-    placement: list[int], microbatches: int, split: bool, offload: bool, in_flight: int | None
+    placement: list[int], microbatches: int, split: bool, offload: bool, in_flight: int | None, half_duplex: bool
 ) -> None:
-    trial = Trial(placement, microbatches, split=split, offload=offload, in_flight=in_flight)
+    trial = Trial(placement, microbatches, split=split, offload=offload, in_flight=in_flight, half_duplex=half_duplex)
     plan = trial.plan()
     assert verify_plan(plan) == []
     kinds = set(plan.ops.kind.tolist())

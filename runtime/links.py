@@ -1,0 +1,204 @@
+"""Measures what is not compute: host links alone and side by side, and messages between neighbours."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optpipe.config import OffloadConfig
+from optpipe.problem import Direction
+from optpipe.profile import ChannelProfile, TransferProfile
+from runtime.channel import CpuLane, CudaLane, HostPool, copy_lane
+from runtime.events import Failure, clock
+
+#: Bytes of one measured copy, and of a large message.
+COPY_BYTES, MESSAGE_BYTES = 16 << 20, 4 << 20
+#: Two devices share a link where copying together takes this many times longer than alone.
+SHARED_ABOVE = 1.5
+
+Lane = CpuLane | CudaLane
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Bytes per second of one device's copies to the host and back."""
+
+    d2h: float
+    h2d: float
+
+
+class _Copy:
+    """One copy of a fixed buffer, as a lane carries it."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._target, self._source = target, source
+
+    def start(self) -> list[tuple[Tensor, Tensor]]:
+        """The pair to copy; the memory is there already."""
+        return [(self._target, self._source)]
+
+    def finish(self) -> None:
+        """Nothing to free."""
+
+
+class HostLinks:
+    """The two copy lanes of this rank, to be measured.
+
+    Parameters
+    ----------
+    device
+        The rank's device.
+    bytes_per_s
+        The pace of a CPU device's lanes; None: full speed.
+    nbytes
+        Of one copy.
+    """
+
+    def __init__(self, device: torch.device, bytes_per_s: float | None, nbytes: int = COPY_BYTES) -> None:
+        failure = Failure()
+        self._lanes = [copy_lane(name, device, failure, bytes_per_s) for name in ("d2h", "h2d")]
+        here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        host = HostPool(pinned=device.type == "cuda").take(nbytes)
+        self._jobs = [_Copy(host, here), _Copy(here, host)]
+        self._device, self._nbytes = device, nbytes
+
+    def measure(self, taking_part: bool, repeats: int) -> HostLink | None:
+        """The speed of this rank's copies while all ranks that take part copy too; every rank must call it."""
+        rates = []
+        for lane, job in zip(self._lanes, self._jobs, strict=True):
+            _barrier()
+            if taking_part:
+                rates.append(self._rate(lane, job, repeats))
+            _barrier()
+        return HostLink(*rates) if taking_part else None
+
+    def close(self) -> None:
+        """End the lanes."""
+        for lane in self._lanes:
+            lane.close()
+
+    def _rate(self, lane: Lane, job: _Copy, repeats: int) -> float:
+        instants = clock(self._device)
+        for _ in range(repeats + 1):
+            lane.submit(job)
+        lane.settle()
+        # The first copy touches the pages and wakes the lane.
+        times = [entry.end - entry.start for entry in lane.take_log(instants)[1:]]
+        return self._nbytes / max(statistics.median(times), 1e-9)
+
+
+def shared_groups(devices: int, pairs: Mapping[tuple[int, int], float]) -> list[tuple[int, ...]]:
+    """Groups of devices behind one switch, from copy speeds.
+
+    Parameters
+    ----------
+    devices
+        How many there are.
+    pairs
+        For devices (a, b) that copy at the same time: the slower one's speed as a share of its speed alone.
+
+    Returns
+    -------
+    list of tuple of int
+        Groups of at least two devices, ascending.
+    """
+    group = list(range(devices))
+
+    def root(device: int) -> int:
+        while group[device] != device:
+            device = group[device]
+        return device
+
+    for (a, b), share in pairs.items():
+        if share * SHARED_ABOVE < 1.0:
+            group[max(root(a), root(b))] = min(root(a), root(b))
+    found: dict[int, list[int]] = {}
+    for device in range(devices):
+        found.setdefault(root(device), []).append(device)
+    return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def message_ms(sender: int, receiver: int, nbytes: int, device: torch.device, repeats: int) -> list[float] | None:
+    """How long a message takes from one rank to another, ms: half of there and back. None on other ranks.
+
+    Every rank must call it.
+    """
+    rank = dist.get_rank()
+    _barrier()
+    samples = None
+    if rank in (sender, receiver):
+        payload = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
+        other = receiver if rank == sender else sender
+        turns: list[Callable[[], Any]] = [lambda: dist.send(payload, other), lambda: dist.recv(payload, other)]
+        samples = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            for turn in turns if rank == sender else turns[::-1]:
+                turn()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            samples.append((time.perf_counter() - start) * 500.0)
+        samples = samples[1:]  # the first connects
+    _barrier()
+    return samples
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def channels(
+    offload: OffloadConfig, alone: Sequence[HostLink], together: Mapping[tuple[int, int], Sequence[HostLink]]
+) -> tuple[ChannelProfile, ...]:
+    """The channels of all devices: private links, and a switch for each group that the config names or was found.
+
+    Parameters
+    ----------
+    offload
+        The config's section. Where it names no groups they are found from the speeds, unless a pace hides them.
+    alone
+        Speeds of each device that copies alone.
+    together
+        For devices (a, b) that copied at the same time, their speeds.
+    """
+    groups = [tuple(group) for group in offload.shared]
+    if not groups and offload.bandwidth_bytes_per_s is None:
+        shares = {
+            pair: min(
+                min(now.d2h / alone[device].d2h, now.h2d / alone[device].h2d)
+                for device, now in zip(pair, speeds, strict=True)
+            )
+            for pair, speeds in together.items()
+        }
+        groups = shared_groups(len(alone), shares)
+    private = [(device,) for device in range(len(alone)) if not any(device in group for group in groups)]
+
+    def transfer(device: int, direction: Direction) -> TransferProfile:
+        beside = [getattr(speeds[pair.index(device)], direction) for pair, speeds in together.items() if device in pair]
+        return TransferProfile(
+            device=device,
+            direction=direction,
+            alone_bytes_per_s=getattr(alone[device], direction),
+            together_bytes_per_s=min(beside) if beside else None,
+        )
+
+    both: tuple[Direction, ...] = ("d2h", "h2d")
+    lanes: list[tuple[str, tuple[Direction, ...]]] = (
+        [("host", both)] if offload.half_duplex else [(direction, (direction,)) for direction in both]
+    )
+    return tuple(
+        ChannelProfile(
+            name=f"{name}:{'-'.join(map(str, group))}",
+            transfers=tuple(transfer(device, direction) for device in group for direction in directions),
+        )
+        for group in sorted([*groups, *private])
+        for name, directions in lanes
+    )
