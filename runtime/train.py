@@ -115,7 +115,7 @@ def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "")
 
 
 def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str) -> dict[str, Any]:
-    """The training loop of one rank; the summary as JSON, the same on every rank."""
+    """The training loop of one rank; the fields of the summary, the same on every rank."""
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
     run = _Run(rank, settings, schedule)
     try:
@@ -128,7 +128,7 @@ def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: s
         run.save()
     finally:
         run.executor.close()
-    return run.summary().to_json()
+    return vars(run.summary())
 
 
 class _Run:

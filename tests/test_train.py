@@ -1,0 +1,176 @@
+"""Training under a plan is the training of one process, and it reports what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.config import Config
+from optpipe.errors import InputError, RunFailed
+from optpipe.ops import Kind
+from optpipe.plan import Plan
+from optpipe.problem import Problem
+from optpipe.timing import earliest
+from runtime import checkpoint, data, optimizer, stages
+from runtime.metrics_log import Step
+from runtime.model import build_layers, loss_fn
+from runtime.train import settings_of, train
+from runtime.trial import Trial
+
+STEPS = 5
+SETTINGS: dict[str, Any] = {
+    "name": "tiny",
+    "device": "cpu",
+    "model": {"layers": 2, "width": 32, "heads": 2, "context": 16},
+    "data": {"max_bytes": 200_000},
+    "batch": {"microbatches": 4, "microbatch_size": 2},
+    # A norm this small clips every step, a rate this large moves every parameter.
+    "optimizer": {"learning_rate": 0.01, "clip_norm": 0.1, "warmup_steps": 2},
+    "train": {"steps": STEPS, "seed": 3},
+}
+PIPELINES = {
+    "line": {"devices": 2, "partition": [2, 2]},
+    "v": {"devices": 2, "stages_per_device": 2, "placement": "v", "partition": [1, 1, 1, 1]},
+}
+
+
+def config_of(pipeline: str, **changes: Any) -> Config:
+    return Config.from_json({**SETTINGS, "pipeline": PIPELINES[pipeline], **changes}, "some.yaml")
+
+
+def plan_of(config: Config, *, split: bool = True, offload: bool = True, held: int = 1 << 20) -> Plan:
+    """1F1B with every second microbatch offloaded, in a problem whose bytes are larger than the model's."""
+    trial = Trial(config.pipeline.stage_devices, config.batch.microbatches, split=split, offload=offload).plan()
+    sizes = {"activation_bytes": held, "weight_context_bytes": held, "offloadable_bytes": held if offload else 0}
+    value = trial.problem.to_json()
+    value["stages"] = [{**stage, **sizes} for stage in value["stages"]]
+    problem = Problem.model_validate(value)
+    return Plan(problem, earliest(problem, trial.ops), solver={"method": "1f1b"}, training=config.training())
+
+
+def one_process(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same training without a pipeline: losses, norms before clipping, and parameters by name."""
+    model = nn.Sequential(*build_layers(stages.gpt_config(config), config.train.seed))
+    adamw = optimizer.adamw([model], config.optimizer)
+    text = data.Corpus.load(config.data, config.gpt.context).train
+    losses, norms = [], []
+    for step in range(config.train.steps):
+        tokens, targets = data.batch(text, config.train.seed, step, data.batch_shape(config))
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            loss = loss_fn(model(x), y) / len(tokens)
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1e9)))
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.learning_rate(config.optimizer, step)
+        adamw.step()
+        adamw.zero_grad()
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize(("pipeline", "split", "offload"), [("line", True, True), ("v", False, True)])
+def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bool, tmp_path: Path) -> None:
+    files = {"checkpoint": str(tmp_path / "weights"), "metrics": str(tmp_path / "metrics.jsonl")}
+    config = config_of(pipeline, train={**SETTINGS["train"], **files})
+    heard: list[Step] = []
+    plan = plan_of(config, split=split, offload=offload)
+    summary = train(plan, on_step=heard.append)
+
+    losses, norms, parameters = one_process(config)
+    assert [step.step for step in heard] == list(range(1, STEPS + 1))
+    # The norm is summed in another order, and clipping hands that on to everything: float32 tolerance.
+    assert [step.loss for step in heard] == pytest.approx(losses, rel=1e-5)
+    assert [step.grad_norm for step in heard] == pytest.approx(norms, rel=1e-5)
+    assert min(norms) > 0.1
+    state, facts = checkpoint.load(tmp_path / "weights")
+    assert state.keys() == parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    assert facts["step"] == STEPS and facts["training"] == config.training()
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records == [step.to_json() for step in heard]
+    assert summary.steps == STEPS and summary.first_loss == heard[0].loss
+    assert summary.within_plan and min(summary.measured_peak_bytes) > 0
+    assert min(summary.host_peak_bytes) > 0, "every device offloads something"
+    assert all(step.pipeline_ms <= step.step_ms and 0 <= step.bubble_ratio < 1 for step in heard)
+    assert json.loads(json.dumps(summary.to_json()))["within_plan"] is True
+
+
+def test_a_run_above_its_plans_bytes_is_seen() -> None:
+    config = config_of("line", train={"steps": 1})
+    summary = train(plan_of(config, held=1000))
+    assert not summary.within_plan
+
+
+def test_only_every_nth_step_is_told_and_the_ends() -> None:
+    config = config_of("line", train={"steps": 7, "log_every": 3})
+    heard: list[int] = []
+    train(plan_of(config, offload=False), on_step=lambda step: heard.append(step.step))
+    assert heard == [1, 3, 6, 7]
+
+
+def test_steps_may_be_set_for_one_run() -> None:
+    config = config_of("line")
+    assert train(plan_of(config), steps=1).steps == 1
+
+
+def test_a_plan_without_training_part_needs_a_config() -> None:
+    config = config_of("line")
+    plan = plan_of(config)
+    plan.training = None
+    with pytest.raises(InputError, match=r"^plan.json: training: is missing"):
+        settings_of(plan, None, "plan.json")
+    assert settings_of(plan, config) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": {"microbatches": 5}}, "batch.microbatches: is 5, but the plan has 4"),
+        ({"pipeline": {"devices": 3, "partition": [2, 1, 1]}}, "pipeline: does not place the stages as the plan does"),
+        ({"model": {**SETTINGS["model"], "layers": 3}, "pipeline": {"devices": 2}}, "model.layers: makes 5 layers"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_plan_is_refused(changes: dict[str, Any], message: str) -> None:
+    other = Config.from_json({**SETTINGS, "pipeline": PIPELINES["line"], **changes}, "other.yaml")
+    with pytest.raises(InputError, match=f"^other.yaml: {message}"):
+        settings_of(plan_of(config_of("line")), other)
+
+
+def test_a_balanced_config_takes_the_plans_partition() -> None:
+    plan = plan_of(config_of("line"))
+    other = Config.from_json({**SETTINGS, "pipeline": {"devices": 2}}, "other.yaml")
+    assert settings_of(plan, other).pipeline.partition == (2, 2)
+    plan.training = None
+    with pytest.raises(InputError, match="partition: is not settled"):
+        settings_of(plan, other)
+
+
+def test_a_broken_training_part_is_one_line() -> None:
+    plan = plan_of(config_of("line"))
+    plan.training = {**(plan.training or {}), "modle": 3}
+    with pytest.raises(InputError, match=r"^plan.json: training.modle: unknown key"):
+        settings_of(plan, None, "plan.json")
+
+
+def test_an_invalid_plan_is_not_run() -> None:
+    plan = plan_of(config_of("line"))
+    plan.ops = plan.ops.take(plan.ops.kind != Kind.W)
+    with pytest.raises(InputError, match=r"^plan.json: is not a valid plan: .*W"):
+        train(plan, file="plan.json")
+
+
+def test_a_loss_that_explodes_ends_the_run() -> None:
+    config = config_of(
+        "line", optimizer={"learning_rate": 1e30, "warmup_steps": 0, "clip_norm": None, "weight_decay": 0}
+    )
+    with pytest.raises(RunFailed, match=r"the loss is .* in step \d: try a lower optimizer.learning_rate"):
+        train(plan_of(config))
