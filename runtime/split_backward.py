@@ -97,25 +97,20 @@ def defer(work: WeightWork, *tensors: Tensor) -> bool:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``parameter.grad``, as autograd does: in the parameter's dtype, with the parameter's hooks."""
+    """Add to ``parameter.grad``, as autograd does, in the parameter's dtype."""
     gradient = gradient.to(parameter.dtype)
-    for hook in (parameter._backward_hooks or {}).values():
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         # Not addmm_ into .grad: it rounds otherwise than the product followed by the sum.
         parameter.grad.add_(gradient)
-    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(parameter)
 
 
 def convert(module: nn.Module) -> nn.Module:
     """Let the Linear and Embedding layers of ``module`` put off their weight gradients, in place.
 
     Subclasses of the two, and embeddings that are sparse or renormalise their weights, stay as they are: all of their
-    backward is done by B. Parameters, their names and the numbers computed do not change.
+    backward is done by B. So is that of layers whose parameters have hooks. Parameters, their names and the numbers computed do not change.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -129,8 +124,7 @@ class DeferredLinear(nn.Linear):
     """``nn.Linear`` whose weight gradients can be put off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        trains = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        if not (torch.is_grad_enabled() and trains):
+        if not _deferrable(self.weight, self.bias):
             return F.linear(x, self.weight, self.bias)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -145,10 +139,20 @@ class DeferredEmbedding(nn.Embedding):
     """``nn.Embedding`` whose weight gradient can be put off."""
 
     def forward(self, index: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+        if not _deferrable(self.weight):
             return super().forward(index)
         out: Tensor = _Embedding.apply(index, self.weight, self.padding_idx, self.scale_grad_by_freq)
         return out
+
+
+def _deferrable(*parameters: Tensor | None) -> bool:
+    """Whether there is a gradient to put off. Hooks on a gradient would be called by the backward without one."""
+    given = [parameter for parameter in parameters if parameter is not None]
+    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in given):
+        return False
+    return not any(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in given
+    )
 
 
 class _Linear(torch.autograd.Function):
