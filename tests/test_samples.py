@@ -1,0 +1,72 @@
+"""From ops as they ran to figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.ops import Kind
+from runtime import samples
+from runtime.samples import Sample, Trace
+from runtime.trial import Trial
+
+
+def op(kind: Kind, stage: int, microbatch: int, start: float, end: float, cpu_ms: float = 1.0, late_ms: float = 0.0):
+    return Sample(kind, stage, microbatch, start, end, cpu_ms, late_ms)
+
+
+def as_planned(trial: Trial, comm: float = 0.0, times: float = 1.0) -> Trace:
+    """A trace that runs a trial to the letter."""
+    plan = trial.plan()
+    ops = [op(o.kind, o.stage, o.microbatch, o.start * times, o.end * times) for o in plan.ops]
+    return Trace(tuple(ops), plan.makespan_ms * times)
+
+
+def test_durations_are_by_stage_and_kind() -> None:
+    trace = Trace((op(Kind.F, 0, 0, 1, 3), op(Kind.F, 0, 1, 3, 6), op(Kind.B, 1, 0, 6, 7)), 7)
+    assert samples.durations([trace, trace]) == {(0, Kind.F): [2, 3, 2, 3], (1, Kind.B): [1, 1]}
+
+
+def test_load_is_wall_over_cpu_time_of_compute() -> None:
+    ops = (
+        op(Kind.F, 0, 0, 0, 2, 1.0),
+        op(Kind.B, 0, 0, 2, 4, 1.0),
+        op(Kind.O, 0, 0, 0, 9, 0.0),
+        op(Kind.F, 1, 0, 2, 3),
+    )
+    assert samples.loads([Trace(ops, 9)], [0, 1]) == [2.0, 1.0]
+    assert samples.loads([Trace((op(Kind.F, 0, 0, 0, 2, 0.0),), 2)], [0]) == [None]
+
+
+def test_copies_behind_their_pace_are_counted() -> None:
+    ops = tuple(op(Kind.O, 0, j, 0, 10, late_ms=late) for j, late in enumerate([0.0, 0.9, 1.1, 5.0]))
+    assert samples.late_share([Trace(ops, 10)]) == 0.5
+    assert samples.late_share([Trace((op(Kind.F, 0, 0, 0, 1),), 1)]) == 0.0
+
+
+def test_a_lag_counts_only_where_the_receiver_was_waiting() -> None:
+    ops = (
+        op(Kind.F, 0, 0, 0, 2),
+        op(Kind.F, 1, 0, 2.5, 4),  # waited: 0.5 behind F(0,0)
+        op(Kind.F, 0, 1, 2, 3),
+        op(Kind.BW, 1, 0, 4, 6),
+        op(Kind.BW, 0, 0, 6.25, 8),  # waited: 0.25 behind BW(1,0)
+        op(Kind.F, 1, 1, 6, 7),  # F(0,1) was there long before
+    )
+    assert samples.message_lags([Trace(ops, 8)], [0, 1]) == {0: [0.5, 0.25]}
+    assert samples.message_lags([Trace(ops, 8)], [0, 0]) == {}, "within a device nothing is sent"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_trace_that_runs_as_planned_is_predicted_exactly(devices: int, offload: bool) -> None:
+    trial = Trial(range(devices), 6, offload=offload)
+    trace = as_planned(trial, times=7.0)
+    times = samples.durations([trace])
+    predicted = samples.predicted_ms(trial.plan(), times, [0.0] * (devices - 1))
+    assert predicted == pytest.approx(trace.step_ms)
+
+
+def test_lags_lengthen_the_prediction() -> None:
+    trial = Trial(range(2), 4)
+    times = samples.durations([as_planned(trial)])
+    assert samples.predicted_ms(trial.plan(), times, [1.0]) > samples.predicted_ms(trial.plan(), times, [0.0])
