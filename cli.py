@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,10 +53,11 @@ def main() -> None:
     """
 
 
-def _console(width: int | None = None) -> Console:
+def _console(width: int = 200) -> Console:
+    """Plain output: tables take the width they need, and a narrow terminal wraps them itself."""
     from rich.console import Console
 
-    return Console(width=width, highlight=False, soft_wrap=width is None)
+    return Console(width=width, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -246,7 +248,7 @@ def show(
     ):
         if chosen and max(chosen) >= count:
             raise InputError(option, "", f"{max(chosen)} does not exist in {plan_file}, expected 0 to {count - 1}")
-    console = _console(width)
+    console = _console(width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else 100))
     ascii_only |= not console.encoding.lower().startswith("utf")
     try:
         chart = draw.gantt(

@@ -62,6 +62,16 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch):
             json.loads(result.stdout)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_output_shown_is_what_the_command_prints(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command, shown in re.findall(
+        r"<!-- output: optpipe (.*?) -->\n```text\n(.*?)^```", page.read_text(), re.M | re.S
+    ):
+        result = CliRunner().invoke(main, shlex.split(command))
+        assert [line.rstrip() for line in result.stdout.splitlines()] == shown.splitlines()
+
+
 def test_every_command_and_option_is_documented():
     page = (ROOT / "docs" / "command-line.md").read_text()
     sections = dict(re.findall(r"^## optpipe (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))

@@ -1,0 +1,128 @@
+"""profile and train on the command line, on two local ranks with a model as small as it gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli import main
+from optpipe.profile import Profile
+from optpipe.task import read_task
+from tests.conftest import plan_in_order
+
+MICROBATCHES = 3
+CONFIG = f"""
+name: smallest
+model: {{layers: 2, width: 16, heads: 2, context: 16}}
+data: {{max_bytes: 100000}}
+batch: {{microbatches: {MICROBATCHES}, microbatch_size: 2}}
+pipeline: {{devices: 2}}
+device: cpu
+train: {{steps: 3, checkpoint: weights, metrics: metrics.jsonl}}
+measure: {{warmup: 0, iterations: 1}}
+"""
+ONE_AFTER_ANOTHER = " ".join(f"F(0,{j}) F(1,{j}) B(1,{j}) W(1,{j}) B(0,{j}) W(0,{j})" for j in range(MICROBATCHES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loop")
+    (path / "config.yaml").write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+
+    def invoke(*arguments: str) -> Result:
+        return CliRunner().invoke(main, list(arguments))
+
+    return invoke
+
+
+@pytest.fixture(scope="module")
+def profile(folder: Path) -> Result:
+    """Measured once; its file is profile.json in the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return CliRunner().invoke(main, ["profile", "config.yaml"])
+
+
+@pytest.fixture
+def plan_file(profile: Result, folder: Path) -> str:
+    task = read_task(folder / "profile.json")
+    plan = plan_in_order(task.problem, ONE_AFTER_ANOTHER)
+    plan.training = task.training
+    plan.write(folder / "plan.json")
+    return "plan.json"
+
+
+def test_profile_writes_the_file_and_prints_a_row_a_stage(profile, folder):
+    assert profile.exit_code == 0, profile.output
+    lines = profile.stdout.splitlines()
+    assert lines[0].split()[:3] == ["stage", "device", "layers"]
+    assert [line.split()[:3] for line in lines[1:3]] == [["0", "0", "2"], ["1", "1", "2"]]
+    assert lines[-1] == "written to profile.json"
+    measured = Profile.read(folder / "profile.json")
+    assert measured.name == "smallest"
+    assert all(stage.forward_ms.median > 0 for stage in measured.stages)
+
+
+def test_train_logs_steps_and_ends_with_planned_beside_measured(run, plan_file, folder):
+    result = run("train", "--schedule", plan_file)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps[:3]] == ["1/3", "2/3", "3/3"]
+    assert any(line.split() == ["planned", "measured"] for line in lines)
+    assert lines[-1] == "checkpoint in weights"
+    assert (folder / "weights").is_dir()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_train_for_machines(run, plan_file, folder):
+    (folder / "quick.yaml").write_text(CONFIG.replace("checkpoint: weights, metrics: metrics.jsonl", "seed: 1"))
+    result = run("train", "--schedule", plan_file, "--config", "quick.yaml", "--steps", "2", "--json")
+    assert result.exit_code == 0, result.output
+    *steps, summary = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert summary["steps"] == 2
+    assert summary["within_plan"] is True
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda plan: plan.pop("training"), "plan.json: training: is missing"),
+        (lambda plan: plan["training"].update(modell={}), "plan.json: training.modell: unknown key"),
+        (lambda plan: plan["ops"].pop(), "plan.json: is not a valid plan: "),
+        (lambda plan: plan["training"]["data"].update(folder="nowhere"), "nowhere"),
+    ],
+)
+def test_a_plan_that_cannot_be_trained_is_one_line(run, plan_file, folder, damage, said):
+    plan = json.loads(Path(plan_file).read_text())
+    damage(plan)
+    Path(plan_file).write_text(json.dumps(plan))
+    result = run("train", "--schedule", plan_file, "--json")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert said in line
+
+
+def test_a_config_that_does_not_fit_the_plan_is_one_line(run, plan_file, folder):
+    (folder / "other.yaml").write_text(CONFIG.replace(f"microbatches: {MICROBATCHES}", "microbatches: 5"))
+    result = run("train", "--schedule", plan_file, "--config", "other.yaml")
+    assert result.exit_code == 2
+    assert "other.yaml: batch.microbatches: is 5, but the plan has 3" in result.stderr
+
+
+def test_a_config_without_a_model_cannot_be_profiled(run, folder):
+    (folder / "empty.yaml").write_text("batch: {microbatches: 2}")
+    result = run("profile", "empty.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: empty.yaml: model: is missing")
