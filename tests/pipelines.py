@@ -135,19 +135,16 @@ def plan_of_orders(problem: Problem, orders: Sequence[Order], offloads: set[tupl
                 if kind == Kind.F and s:
                     needs = [(Kind.F, s - 1, j)]
                 elif kind in (Kind.B, Kind.BW) and s + 1 < problem.num_stages:
-                    needs = [
-                        next(((k, s + 1, j) for k in (Kind.B, Kind.BW) if (k, s + 1, j) in ends), (kind, s + 1, j))
-                    ]
+                    above = Kind.BW if (Kind.BW, s + 1, j) in ends else Kind.B
+                    needs = [(above, s + 1, j)]
                 if any(need not in ends for need in needs):
                     break
                 stage = problem.stages[s]
                 if kind in (Kind.B, Kind.BW) and (s, j) in offloads:
                     run((device, "h2d"), Kind.R, s, j, stage.reload_ms, max(ends[Kind.O, s, j], free[device] - 1.0))
                     needs.append((Kind.R, s, j))
-                ready = max(
-                    (ends[n] + (problem.comm_ms[min(n[1], s)] if n[1] != s else 0.0) for n in needs), default=0.0
-                )
-                run(device, kind, s, j, getattr(stage, durations[kind]), ready)
+                ready = [ends[n] + (problem.comm_ms[min(n[1], s)] if n[1] != s else 0.0) for n in needs]
+                run(device, kind, s, j, getattr(stage, durations[kind]), max(ready, default=0.0))
                 if kind == Kind.F and (s, j) in offloads:
                     run((device, "d2h"), Kind.O, s, j, stage.offload_ms, ends[Kind.F, s, j])
                 order.pop(0)

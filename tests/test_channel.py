@@ -111,7 +111,7 @@ def test_the_first_failure_stays_the_first(failure):
 
 
 def test_a_wait_for_another_rank_ends(failure):
-    with pytest.raises(PeerLost, match="waited 0.05 s for the input"):
+    with pytest.raises(PeerLost, match=r"waited 0\.05 s for the input"):
         CpuEvent(failure, "the input", 0.05).wait()
 
 

@@ -278,7 +278,7 @@ def test_no_reference_cycles_keep_memory():
     try:
         with Live() as live:
             module = convert(block())
-            books, edge, y = saved_run(module, torch.randn(4, 6, 16))
+            _, edge, y = saved_run(module, torch.randn(4, 6, 16))
             torch.autograd.backward([edge], [torch.ones_like(y)])
             del edge, y
             assert live.nbytes(parameters_and_gradients(module)) == 0
