@@ -155,7 +155,7 @@ class PipelineConfig(_Section):
 
 class MemoryConfig(_Section):
     """What activations may take. Either ``activation_budget_bytes`` (all devices alike, or a list; null: no limit), or
-    ``device_bytes``, from which weights, gradients, optimiser state and ``reserve_bytes`` are taken off."""
+    ``device_bytes``, from which weights, gradients, optimiser state, messages and ``reserve_bytes`` are taken off."""
 
     activation_budget_bytes: Annotated[int | tuple[int | None, ...] | None, BeforeValidator(_budget)] = None
     device_bytes: Bytes | None = None
@@ -333,7 +333,7 @@ class Config(_Section):
         Parameters
         ----------
         static_bytes
-            Bytes of weights, gradients and optimiser state, one entry a device.
+            Bytes of weights, gradients, optimiser state and messages, one entry a device.
 
         Raises
         ------
@@ -355,8 +355,8 @@ class Config(_Section):
                 raise InputError(
                     self.file,
                     "memory.device_bytes",
-                    f"{memory.device_bytes} does not hold the reserve and the weights, gradients and optimiser state "
-                    f"of device {device}, expected at least {memory.device_bytes - bytes_left}",
+                    f"{memory.device_bytes} does not hold the reserve and the weights, gradients, optimiser state and "
+                    f"messages of device {device}, expected at least {memory.device_bytes - bytes_left}",
                 )
         return list(left)
 

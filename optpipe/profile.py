@@ -95,17 +95,19 @@ class StageProfile(_Part):
 
 
 class DeviceProfile(_Part):
-    """One device: its static memory, and its load (wall over CPU time of compute; 1: the core was its own)."""
+    """One device: its static memory, the most that messages under way took, which no plan counts, and its load (wall
+    over CPU time of compute; 1: the core was its own)."""
 
     weight_bytes: Bytes
     gradient_bytes: Bytes
     optimizer_bytes: Bytes
+    message_bytes: Bytes = 0
     load: Annotated[float, Field(ge=0)] | None = None
 
     @property
     def static_bytes(self) -> int:
-        """Weights, gradients and optimiser state."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        """What activations cannot have: weights, gradients, optimiser state and messages."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.message_bytes
 
 
 class LinkProfile(_Part):
@@ -223,7 +225,7 @@ class Profile(_Part):
 
     @property
     def static_bytes(self) -> list[int]:
-        """Per device: weights, gradients and optimiser state."""
+        """Per device: weights, gradients, optimiser state and messages."""
         return [device.static_bytes for device in self.devices]
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -111,6 +111,7 @@ class _Measurement:
         self.placement = config.pipeline.stage_devices
         self.stages = stages.build_stages(config, rank.rank, rank.device)
         self.boundaries = stages.boundaries(config)
+        self.message_bytes = 0
 
     def run(self) -> Profile:
         """Measure everything; every rank gets the whole profile."""
@@ -170,6 +171,7 @@ class _Measurement:
         executor = Executor(
             trial.plan(), self.stages, self.boundaries, loss_fn, device=self.rank.device, bandwidth=(pace, pace)
         )
+        self.message_bytes = max(self.message_bytes, executor.message_bytes)
         inputs, targets = self._batch()
         steps = []
         for number in range(self.config.measure.warmup + self.config.measure.iterations):
@@ -242,7 +244,8 @@ class _Measurement:
             for number in range(len(self.boundaries))
         )
         load = samples.loads(plain, self.placement)
-        static = gather.numbers([float(part) for part in optimizer.state_bytes(self.stages.values())])
+        held = *optimizer.state_bytes(self.stages.values()), self.message_bytes
+        static = gather.numbers([float(part) for part in held])
         comm = [link.message_ms.median for link in boundary_links]
         checks = tuple(
             TrialProfile(
@@ -262,15 +265,16 @@ class _Measurement:
                     weight_bytes=int(weights),
                     gradient_bytes=int(gradients),
                     optimizer_bytes=int(state),
+                    message_bytes=int(messages_under_way),
                     load=load[device],
                 )
-                for device, (weights, gradients, state) in enumerate(static)
+                for device, (weights, gradients, state, messages_under_way) in enumerate(static)
             ),
             links=boundary_links,
             channels=channels,
             trials=checks,
             settings=self.config,
-            warnings=tuple(warnings(load, late, checks)),
+            warnings=tuple(warnings(load, late, checks, _crowding(self.rank))),
         )
 
     def _stage(self, number: int, sizes: StageBytes, times: dict[tuple[int, Kind], list[float]]) -> StageProfile:
@@ -309,13 +313,33 @@ def _link(nbytes: int, lags: list[float], messages: dict[str, list[float]]) -> L
     )
 
 
-def warnings(load: list[float | None], late: float, trials: tuple[TrialProfile, ...]) -> list[str]:
-    """What makes the figures doubtful, in words."""
-    found = [
-        f"device {device} was loaded: its compute took {ratio:.2f} times its CPU time, so times are too long"
-        for device, ratio in enumerate(load)
-        if ratio is not None and ratio > LOADED_ABOVE
-    ]
+def warnings(
+    load: Sequence[float | None], late: float, trials: Sequence[TrialProfile], crowding: float = 1.0
+) -> list[str]:
+    """What makes the figures doubtful, in words.
+
+    Parameters
+    ----------
+    load
+        Wall over CPU time of compute, by device; None: not known.
+    late
+        The share of paced copies that missed their pace.
+    trials
+        Steps as predicted and as measured.
+    crowding
+        Threads of all ranks on this machine over its cores; above 1 the ranks slow each other down by that much.
+    """
+    found = []
+    expected = max(1.0, crowding)
+    if crowding > 1.0:
+        found.append(f"the ranks have {crowding:.3g} threads a core: times hold while all ranks are busy")
+    busy = [(ratio, device) for device, ratio in enumerate(load) if ratio and ratio > LOADED_ABOVE * expected]
+    if busy:
+        ratio, device = max(busy)
+        found.append(
+            f"the machine was loaded: compute took up to {ratio:.2f} times its CPU time (device {device}), "
+            f"expected {expected:.3g}: times are too long"
+        )
     if late > 0.0:
         found.append(f"{late:.0%} of the copies missed the pace of offload.bandwidth_bytes_per_s")
     found += [
@@ -324,6 +348,14 @@ def warnings(load: list[float | None], late: float, trials: tuple[TrialProfile, 
         if abs(trial.measured_ms / trial.predicted_ms - 1) > OFF_BY
     ]
     return found
+
+
+def _crowding(rank: Rank) -> float:
+    """Compute threads of this machine's ranks over its cores; of GPUs none."""
+    if rank.device.type == "cuda":
+        return 1.0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
+    return here * torch.get_num_threads() / len(os.sched_getaffinity(0))
 
 
 def _machine(rank: Rank) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def test_a_profile_has_every_figure_and_makes_a_problem(measured: tuple[Profile,
         assert link.message_bytes == 2 * 32 * 32 * 4
         assert (link.message_ms.median > 0) == apart
     assert all(device.static_bytes > 0 and device.load for device in found.devices)
+    assert found.devices[1].message_bytes > 0
     # Weights, gradients of the same size, two moments and a step count a parameter.
     assert all(d.weight_bytes == d.gradient_bytes < d.optimizer_bytes / 2 for d in found.devices)
     assert len(found.trials) == 3 and len(said) >= 4
@@ -149,4 +150,14 @@ def test_doubtful_figures_are_named() -> None:
     bad = TrialProfile(name="1F1B, offloads", predicted_ms=100, measured_ms=150)
     assert warnings([1.05, None], 0.0, (good,)) == []
     found = warnings([1.05, 1.5], 0.2, (good, bad))
-    assert [text.split(":")[0].split(" of ")[0] for text in found] == ["device 1 was loaded", "20%", "1F1B, offloads"]
+    assert len(found) == 3
+    assert found[0].startswith("the machine was loaded: compute took up to 1.50 times its CPU time (device 1)")
+    assert found[1].startswith("20% of the copies")
+    assert found[2].startswith("1F1B, offloads: a step took 150 ms")
+
+
+def test_more_ranks_than_cores_are_no_foreign_load() -> None:
+    assert warnings([1.9, 2.1], 0.0, (), crowding=2.0) == [
+        "the ranks have 2 threads a core: times hold while all ranks are busy"
+    ]
+    assert "the machine was loaded" in warnings([1.9, 2.5], 0.0, (), crowding=2.0)[1]
