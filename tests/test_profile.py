@@ -119,7 +119,7 @@ def test_a_mistake_is_one_line_that_names_the_key(place: tuple[Any, ...], value:
 def test_a_missing_part_is_named_or_has_a_default(key: str) -> None:
     value = make().to_json()
     del value[key]
-    if key in ("name", "machine", "channels", "warnings"):
+    if key in ("name", "machine", "channels", "trials", "warnings"):
         Profile.from_json(value, "profile.json")
     else:
         with pytest.raises(InputError, match=f"^profile.json: {key}: "):
