@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -52,8 +54,9 @@ def batch(microbatches: int, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]
     return list(tokens[:, :-1].chunk(microbatches)), list(tokens[:, 1:].chunk(microbatches))
 
 
+@cache
 def model_problem(
-    devices: int, per_device: int = 1, kind: str = "linear", microbatches: int = 8, *, offload_ms: float = 0.5
+    devices: int, per_device: int = 1, kind: str = "linear", microbatches: int = 8, dropout: float = 0.0
 ) -> Problem:
     """A problem without limits whose bytes are those of the model's stages, as measured."""
     places = placement(kind, devices, per_device)
@@ -63,7 +66,7 @@ def model_problem(
     for s, device in enumerate(places):
         x = inputs[0] if s == 0 else torch.randn(SIZE, LENGTH, MODEL.width)
         target = targets[0] if s == count - 1 else None
-        found = measure_bytes(stage_module(s, count), s, count, x, target, loss_fn)
+        found = measure_bytes(stage_module(s, count, dropout), s, count, x, target, loss_fn)
         stages.append(
             {
                 "device": device,
@@ -75,8 +78,8 @@ def model_problem(
                 "weight_context_bytes": found.weight_context_bytes,
                 "offloadable_bytes": found.offloadable_bytes,
                 "checkpoint_bytes": found.checkpoint_bytes,
-                "offload_ms": offload_ms,
-                "reload_ms": offload_ms,
+                "offload_ms": 0.5,
+                "reload_ms": 0.5,
             }
         )
     channels = [
@@ -200,6 +203,7 @@ class Answer:
     gradients: dict[str, Tensor]
 
 
+@cache
 def one_process(num_stages: int, microbatches: int, dropout: float = 0.0, step: int = 0) -> Answer:
     """The same stages and batch without any of the pipeline: microbatch after microbatch, plain autograd."""
     stages = [stage_module(s, num_stages, dropout) for s in range(num_stages)]
@@ -246,11 +250,18 @@ def peak_of(plan: Plan, rank: int) -> int:
     return memory.peaks(plan.problem, plan.ops)[rank]
 
 
-def in_processes(count: int, work: Callable[[int, int], object], timeout_s: float = 120.0) -> list[object]:
+def in_processes(
+    count: int,
+    work: Callable[[int, int], object],
+    timeout_s: float = 120.0,
+    survivors: Sequence[int] | None = None,
+) -> list[object]:
     """``work(rank, count)`` in a gloo group of new processes; what each returned.
 
-    A failure anywhere fails the test with that process's traceback.
+    A failure anywhere fails the test with that process's traceback. Where not all are to survive, the others answer
+    None, and no one waits for them.
     """
+    answering = range(count) if survivors is None else survivors
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -258,16 +269,17 @@ def in_processes(count: int, work: Callable[[int, int], object], timeout_s: floa
     results: mp.SimpleQueue = context.SimpleQueue()
     os.environ["OMP_NUM_THREADS"] = "1"
     processes = [
-        context.Process(target=_child, args=(rank, count, port, work, results), daemon=True) for rank in range(count)
+        context.Process(target=_child, args=(rank, count, port, work, results, survivors is None), daemon=True)
+        for rank in range(count)
     ]
     for process in processes:
         process.start()
     found: dict[int, object] = {}
     try:
-        deadline = _now() + timeout_s
-        while len(found) < count:
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(answering):
             while results.empty():
-                assert _now() < deadline, f"no answer after {timeout_s} s; answered: {sorted(found)}"
+                assert time.monotonic() < deadline, f"no answer after {timeout_s} s; answered: {sorted(found)}"
                 dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
                 assert not dead or not results.empty(), f"a process ended with status {dead[0]}"
                 processes[0].join(0.05)
@@ -276,19 +288,15 @@ def in_processes(count: int, work: Callable[[int, int], object], timeout_s: floa
             found[rank] = value
     finally:
         for process in processes:
-            process.join(0 if len(found) < count else 10)
+            process.join(10 if len(found) == count else 0)
             if process.is_alive():
                 process.kill()
-    return [found[rank] for rank in range(count)]
+    return [found.get(rank) for rank in range(count)]
 
 
-def _now() -> float:
-    import time
-
-    return time.monotonic()
-
-
-def _child(rank: int, count: int, port: int, work: Callable[[int, int], object], results: mp.SimpleQueue) -> None:
+def _child(
+    rank: int, count: int, port: int, work: Callable[[int, int], object], results: mp.SimpleQueue, together: bool
+) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -299,8 +307,9 @@ def _child(rank: int, count: int, port: int, work: Callable[[int, int], object],
             timeout=timedelta(seconds=60),
         )
         value = work(rank, count)
-        dist.barrier()
-        dist.destroy_process_group()
+        if together:
+            dist.barrier()
+            dist.destroy_process_group()
         results.put((rank, None, value))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
