@@ -201,13 +201,13 @@ class CudaLane:
         self, job: CopyJob, after: Sequence[Event] = (), label: str = "", before: Callable[[], None] | None = None
     ) -> CudaEvent:
         self.reap()
+        # The compute stream waits too: only so can the memory that these events free be taken below.
+        for event in after:
+            event.wait()
         pairs = job.start()
         # Not kept from the construction: the compute stream is whatever is current now.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for event in after:
-                assert isinstance(event, CudaEvent)
-                self._stream.wait_event(event.raw)
             begin = CudaEvent(self._stream)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -243,6 +243,7 @@ class CudaLane:
             while self._pending:
                 end, job = self._pending.popleft()
                 job.finish()
+                end.on_wait = None
                 if end is event:
                     return
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from runtime.channel import HostPool, copy_lane
 from runtime.events import Event, Failure, PeerLost, clock
 from runtime.nccl import NcclTransport
 from runtime.program import Compute, Move
+from runtime.result import OpRecord, StepResult
 from runtime.stage import LossFn, Stage, dropout_seed
 from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport, TensorSpec
 
@@ -39,73 +39,6 @@ __all__ = ["Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSp
 
 #: Called in an op's lane as the op begins, with its kind, stage and microbatch: for tests and emulation.
 BeforeOp = Callable[[Kind, int, int], None]
-
-
-@dataclass(frozen=True)
-class OpRecord:
-    """One op as it ran. Times in ms since ``StepResult.origin``.
-
-    Attributes
-    ----------
-    kind, stage, microbatch
-        Which op.
-    start, end
-        When it ran, waits not included.
-    cpu_ms
-        CPU time of the thread that ran it; 0 on CUDA.
-    memory_wait_ms
-        How long the op waited for transfers before ``start``: the memory rule, its reload. Of a transfer: how long its
-        lane was free and waited.
-    message_wait_ms
-        How long it waited for its input or gradient after that. Both are 0 on CUDA, where streams wait.
-    bytes
-        That a transfer moved; 0 of compute.
-    late_ms
-        Of a transfer in a paced lane: how far behind its pace it ended.
-    """
-
-    kind: Kind
-    stage: int
-    microbatch: int
-    start: float
-    end: float
-    cpu_ms: float = 0.0
-    memory_wait_ms: float = 0.0
-    message_wait_ms: float = 0.0
-    bytes: int = 0
-    late_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step gave on this rank.
-
-    Attributes
-    ----------
-    loss
-        Mean over microbatches, on the rank that holds the last stage; None elsewhere.
-    peak_bytes
-        Peak of activation bytes, counted as the plan counts them: at most ``Executor.planned_peak_bytes``.
-    message_peak_bytes
-        Peak of bytes in messages under way (received ahead, or not yet sent), which the plan does not count: at most
-        ``Executor.message_bytes``.
-    host_peak_bytes
-        Peak of offloaded bytes on the host.
-    ops
-        The ops of this device, by start.
-    origin
-        ``time.perf_counter()`` at the start of the step, s. Processes of one machine share this clock.
-    step_ms
-        From the start of the step until its last op, transfer and send has ended.
-    """
-
-    loss: float | None
-    peak_bytes: int
-    message_peak_bytes: int
-    host_peak_bytes: int
-    ops: tuple[OpRecord, ...]
-    origin: float
-    step_ms: float
 
 
 class Executor:
@@ -160,7 +93,7 @@ class Executor:
         problem = plan.problem
         if violations := verify(problem, plan.ops):
             raise InputError("", "ops", f"{violations[0]}, expected a valid plan")
-        self.plan, self.device = plan, torch.device(device)
+        self.plan, self.device = plan, _with_index(torch.device(device))
         self._ranks = list(range(problem.num_devices)) if ranks is None else list(ranks)
         self._number = _own_device(self._ranks)
         self._boundaries = list(boundaries)
@@ -441,3 +374,8 @@ def _own_device(ranks: Sequence[int]) -> int:
     if own not in ranks:
         raise InputError("", "ranks", f"are {list(ranks)}, expected this rank, {own}, among them")
     return list(ranks).index(own)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """``cuda`` as ``cuda:0``, or whichever is current: as tensors name their device."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

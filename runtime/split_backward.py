@@ -110,7 +110,8 @@ def convert(module: nn.Module) -> nn.Module:
     """Let the Linear and Embedding layers of ``module`` put off their weight gradients, in place.
 
     Subclasses of the two, and embeddings that are sparse or renormalise their weights, stay as they are: all of their
-    backward is done by B. So is that of layers whose parameters have hooks. Parameters, their names and the numbers computed do not change.
+    backward is done by B. So is that of layers whose parameters have hooks. Parameters, their names and the numbers
+    computed do not change.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:

@@ -191,6 +191,21 @@ def test_measuring_leaves_gradients_alone():
     assert all(p.grad is before[name] and bool((p.grad == 1).all()) for name, p in module.named_parameters())
 
 
+@pytest.mark.parametrize("slow", [(Kind.O,), (Kind.F, Kind.BW), (Kind.O, Kind.R), (Kind.BW, Kind.R)])
+def test_memory_stays_within_a_tight_plan_whatever_is_slow(slow):
+    m = 6
+    order = [(Kind.F, 0, j) for j in range(m)] + [(Kind.BW, 0, j) for j in range(m)]
+    plan = plan_of_orders(model_problem(1, 1, "linear", m), [order], {(0, j) for j in range(m)})
+    stage = plan.problem.stages[0]
+    assert memory.peaks(plan.problem, plan.ops)[0] <= 3 * stage.activation_bytes
+
+    def delay(kind, stage, microbatch):
+        if kind in slow:
+            time.sleep(0.01)
+
+    check_run(f"slow {slow}", plan, 0, exact=True, before_op=delay)
+
+
 def test_host_memory_is_used_again():
     m = 6
     one_by_one = [op for j in range(m) for op in ((Kind.F, 0, j), (Kind.BW, 0, j))]

@@ -1,0 +1,66 @@
+"""Stages that sleep in place of computing, and hold and move real bytes: what a plan's clock is tested with."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.split_backward import defer
+
+
+class SleepStage(nn.Module):
+    """A stage of given durations and bytes.
+
+    Parameters
+    ----------
+    forward_ms, backward_ms, weight_ms
+        How long F, B and W sleep; BW sleeps as long as B and W.
+    shape
+        Of its output.
+    saved_bytes
+        Saved by F for the backward, and kept until W.
+    """
+
+    def __init__(
+        self, forward_ms: float, backward_ms: float, weight_ms: float, shape: tuple[int, ...], saved_bytes: int = 0
+    ) -> None:
+        super().__init__()
+        self.durations = forward_ms / 1e3, backward_ms / 1e3, weight_ms / 1e3
+        self.shape, self.saved_bytes = shape, saved_bytes
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self.weight, self)
+        return out
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepStage) -> Tensor:
+        begin = time.perf_counter()
+        ctx.save_for_backward(torch.ones(stage.saved_bytes, dtype=torch.uint8, device=x.device))
+        ctx.stage, ctx.like = stage, (x.shape, x.dtype, x.device)
+        out = torch.zeros(stage.shape, device=x.device)
+        _sleep_until(begin + stage.durations[0])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+        begin = time.perf_counter()
+        (saved,) = ctx.saved_tensors
+        _, backward_s, weight_s = ctx.stage.durations
+        shape, dtype, device = ctx.like
+        gx = torch.zeros(shape, dtype=dtype, device=device) if ctx.needs_input_grad[0] else None
+        if not defer(lambda _: _sleep_until(time.perf_counter() + weight_s), saved.detach()):
+            backward_s += weight_s
+        _sleep_until(begin + backward_s)
+        return gx, None, None
+
+
+def _sleep_until(instant: float) -> None:
+    left = instant - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
