@@ -139,11 +139,17 @@ class ChannelProfile(_Part):
 
 
 class TrialProfile(_Part):
-    """A schedule that the profile was taken under: its step as it ran, and as this profile predicts it."""
+    """A schedule that the profile was taken under: its step as it ran, and as this profile predicts it.
+
+    ``transfer_wait_ms``, ``message_wait_ms``: per device, what its compute stood still in a step for offloads and
+    reloads, and for its neighbours.
+    """
 
     name: str
     predicted_ms: Milliseconds
     measured_ms: Milliseconds
+    transfer_wait_ms: Listed[Milliseconds] = ()
+    message_wait_ms: Listed[Milliseconds] = ()
 
 
 class Profile(_Part):

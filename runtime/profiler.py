@@ -32,7 +32,7 @@ from optpipe.profile import (
 )
 from runtime import costs, gather, launch, links, optimizer, partition, samples, stages
 from runtime.data import VOCABULARY, batch_shape
-from runtime.executor import Executor
+from runtime.executor import Executor, OpRecord
 from runtime.model import loss_fn
 from runtime.samples import Sample, Trace
 from runtime.stage import StageBytes, measure_bytes
@@ -181,11 +181,7 @@ class _Measurement:
                 module.zero_grad(set_to_none=True)
             origin = result.origin * 1e3
             if number >= self.config.measure.warmup:
-                ops = [
-                    (int(op.kind), op.stage, op.microbatch, origin + op.start, origin + op.end, op.cpu_ms, op.late_ms)
-                    for op in result.ops
-                ]
-                steps.append((ops, result.step_ms))
+                steps.append(([_sample(op, origin) for op in result.ops], result.step_ms))
         executor.close()
         ranks = gather.objects(steps)
         return [
@@ -247,14 +243,7 @@ class _Measurement:
         held = *optimizer.state_bytes(self.stages.values()), self.message_bytes
         static = gather.numbers([float(part) for part in held])
         comm = [link.message_ms.median for link in boundary_links]
-        checks = tuple(
-            TrialProfile(
-                name=f"1F1B, {name}",
-                predicted_ms=samples.predicted_ms(trial.plan(), times, comm),
-                measured_ms=statistics.median(trace.step_ms for trace in traces),
-            )
-            for name, (trial, traces) in trials.items()
-        )
+        checks = tuple(self._check(name, *trial, times, comm) for name, trial in trials.items())
         late = samples.late_share(trials["offloads"][1]) if "offloads" in trials else 0.0
         return Profile.make(
             name=self.config.name,
@@ -275,6 +264,24 @@ class _Measurement:
             trials=checks,
             settings=self.config,
             warnings=tuple(warnings(load, late, checks, _crowding(self.rank))),
+        )
+
+    def _check(
+        self,
+        name: str,
+        trial: Trial,
+        traces: list[Trace],
+        times: dict[tuple[int, Kind], list[float]],
+        comm: list[float],
+    ) -> TrialProfile:
+        """A trial as it ran beside what the figures say of it."""
+        transfers, neighbours = samples.waits(traces, self.config.pipeline.devices, self.placement)
+        return TrialProfile(
+            name=f"1F1B, {name}",
+            predicted_ms=samples.predicted_ms(trial.plan(), times, comm),
+            measured_ms=statistics.median(trace.step_ms for trace in traces),
+            transfer_wait_ms=tuple(transfers),
+            message_wait_ms=tuple(neighbours),
         )
 
     def _stage(self, number: int, sizes: StageBytes, times: dict[tuple[int, Kind], list[float]]) -> StageProfile:
@@ -298,6 +305,13 @@ class _Measurement:
             offload_ms=timing(Kind.O) if offload else None,
             reload_ms=timing(Kind.R) if offload else None,
         )
+
+
+def _sample(op: OpRecord, origin: float) -> Sample:
+    times = origin + op.start, origin + op.end
+    return Sample(
+        op.kind, op.stage, op.microbatch, *times, op.cpu_ms, op.late_ms, op.memory_wait_ms, op.message_wait_ms
+    )
 
 
 def _link(nbytes: int, lags: list[float], messages: dict[str, list[float]]) -> LinkProfile:

@@ -28,6 +28,8 @@ class Sample(NamedTuple):
     end: float
     cpu_ms: float
     late_ms: float
+    memory_wait_ms: float = 0.0
+    message_wait_ms: float = 0.0
 
 
 class Trace(NamedTuple):
@@ -55,6 +57,18 @@ def loads(traces: Iterable[Trace], stage_devices: Sequence[int]) -> list[float |
                 wall[stage_devices[op.stage]] += op.end - op.start
                 cpu[stage_devices[op.stage]] += op.cpu_ms
     return [w / c if c > 0 else None for w, c in zip(wall, cpu, strict=True)]
+
+
+def waits(traces: Sequence[Trace], devices: int, stage_devices: Sequence[int]) -> tuple[list[float], list[float]]:
+    """What each device's compute stood still in a step, ms (mean): for transfers (the memory rule, reloads), and for
+    messages. Zeros on CUDA, where streams wait."""
+    memory, message = [0.0] * devices, [0.0] * devices
+    for trace in traces:
+        for op in trace.ops:
+            if op.kind < Kind.O:
+                memory[stage_devices[op.stage]] += op.memory_wait_ms / len(traces)
+                message[stage_devices[op.stage]] += op.message_wait_ms / len(traces)
+    return memory, message
 
 
 def late_share(traces: Iterable[Trace]) -> float:

@@ -37,6 +37,15 @@ def test_load_is_wall_over_cpu_time_of_compute() -> None:
     assert samples.loads([Trace((op(Kind.F, 0, 0, 0, 2, 0.0),), 2)], [0]) == [None]
 
 
+def test_waits_are_of_compute_by_device_and_step() -> None:
+    ops = (
+        Sample(Kind.F, 0, 0, 0, 1, 1.0, 0.0, memory_wait_ms=2.0, message_wait_ms=1.0),
+        Sample(Kind.B, 1, 0, 1, 2, 1.0, 0.0, memory_wait_ms=0.0, message_wait_ms=3.0),
+        Sample(Kind.O, 0, 0, 1, 2, 0.1, 0.0, memory_wait_ms=9.0),
+    )
+    assert samples.waits([Trace(ops, 2), Trace((), 2)], 2, [0, 1]) == ([1.0, 0.0], [0.5, 1.5])
+
+
 def test_copies_behind_their_pace_are_counted() -> None:
     ops = tuple(op(Kind.O, 0, j, 0, 10, late_ms=late) for j, late in enumerate([0.0, 0.9, 1.1, 5.0]))
     assert samples.late_share([Trace(ops, 10)]) == 0.5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +107,23 @@ def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bo
 
 
 def test_a_run_above_its_plans_bytes_is_seen() -> None:
-    config = config_of("line", train={"steps": 1})
-    summary = train(plan_of(config, held=1000))
+    summary = train(plan_of(config_of("line"), held=1000), steps=1)
     assert not summary.within_plan
+    assert summary.steps == 1, "steps may be set for one run"
+
+
+def test_a_rank_that_is_killed_is_the_cause() -> None:
+    def kill(step: Step) -> None:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for pid in children:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if step.step == 2 and b"runtime.worker" in arguments and pid == children[-1]:
+                os.kill(int(pid), signal.SIGKILL)
+
+    config = config_of("line", train={"steps": 10_000})
+    with pytest.raises(RunFailed) as caught:
+        train(plan_of(config), on_step=kill)
+    assert str(caught.value) == "rank 1 was killed by SIGKILL (out of memory?)"
 
 
 def test_only_every_nth_step_is_told_and_the_ends() -> None:
@@ -115,11 +131,6 @@ def test_only_every_nth_step_is_told_and_the_ends() -> None:
     heard: list[int] = []
     train(plan_of(config, offload=False), on_step=lambda step: heard.append(step.step))
     assert heard == [1, 3, 6, 7]
-
-
-def test_steps_may_be_set_for_one_run() -> None:
-    config = config_of("line")
-    assert train(plan_of(config), steps=1).steps == 1
 
 
 def test_a_plan_without_training_part_needs_a_config() -> None:
