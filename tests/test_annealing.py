@@ -1,0 +1,92 @@
+"""Annealing of device orders: never worse, always valid, the same with and without numba."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe import semantics, timing
+from optpipe.verify import verify
+from solver.annealing import anneal
+from tests.random_schedules import fitted, random_problem, random_schedule
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_annealed_schedules_are_valid_and_no_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, offload=0.0))
+    problem = fitted(problem, ops)
+    found = anneal(problem, ops, seconds=20.0, seed=seed, rounds=1)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) <= semantics.makespan(ops) * (1 + 1e-9)
+    again = anneal(problem, ops, seconds=20.0, seed=seed, rounds=1)
+    assert list(again) == list(found)
+
+
+def test_a_bad_order_is_mended_to_the_optimum() -> None:
+    """Two devices, unit times: device 0 computes 3 m and cannot be sooner than device 1, which starts 1 later."""
+    from optpipe.problem import Problem
+
+    m = 4
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1, "weight_context_bytes": 1}
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": m,
+            "devices": [{"memory_bytes": None}] * 2,
+            "stages": [{"device": 0, **stage}, {"device": 1, **stage}],
+            "comm_ms": [0.0],
+        }
+    )
+    ops = random_schedule(problem, random.Random(1), offload=0.0, fused=0.0)
+    assert semantics.makespan(ops) > 3 * m + 1
+    found = anneal(problem, ops, seconds=30.0, goal=3 * m + 1.0, seed=1)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) == pytest.approx(3 * m + 1)
+
+
+def test_transfers_are_refused() -> None:
+    rng = random.Random(5)
+    while True:
+        problem = random_problem(rng)
+        ops = random_schedule(problem, rng, offload=1.0)
+        if not ops.is_compute.all():
+            break
+    with pytest.raises(ValueError, match="transfers"):
+        anneal(problem, ops, seconds=1.0)
+
+
+_SCRIPT = """
+import random
+from optpipe import timing
+from solver.annealing import anneal
+from tests.random_schedules import random_problem, random_schedule
+rng = random.Random(7)
+problem = random_problem(rng, devices=3, stages_per_device=2, microbatches=4)
+ops = timing.earliest(problem, random_schedule(problem, rng, offload=0.0))
+print([(o.label, round(o.start, 9)) for o in anneal(problem, ops, seconds=60.0, seed=3, rounds=1)])
+"""
+
+
+def test_plain_python_gives_the_same_schedule() -> None:
+    pytest.importorskip("numba", reason="without numba there is only plain Python")
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            env={**os.environ, **extra},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        ).stdout
+        for extra in ({}, {"NUMBA_DISABLE_JIT": "1"})
+    ]
+    assert outputs[0] == outputs[1]
+    assert "F(0,0)" in outputs[0]
