@@ -60,13 +60,18 @@ def model_problem(
 ) -> Problem:
     """A problem without limits whose bytes are those of the model's stages, as measured."""
     places = placement(kind, devices, per_device)
-    count = len(places)
+    return problem_of([stage_module(s, len(places), dropout) for s in range(len(places))], places, microbatches)
+
+
+def problem_of(modules: Sequence[nn.Module], places: Sequence[int], microbatches: int) -> Problem:
+    """The same for other stages; ``places``: the device of each."""
+    count, devices = len(places), max(places) + 1
     inputs, targets = batch(1)
     stages = []
     for s, device in enumerate(places):
         x = inputs[0] if s == 0 else torch.randn(SIZE, LENGTH, MODEL.width)
         target = targets[0] if s == count - 1 else None
-        found = measure_bytes(stage_module(s, count, dropout), s, count, x, target, loss_fn)
+        found = measure_bytes(modules[s], s, count, x, target, loss_fn)
         stages.append(
             {
                 "device": device,
@@ -205,8 +210,12 @@ class Answer:
 
 @cache
 def one_process(num_stages: int, microbatches: int, dropout: float = 0.0, step: int = 0) -> Answer:
-    """The same stages and batch without any of the pipeline: microbatch after microbatch, plain autograd."""
-    stages = [stage_module(s, num_stages, dropout) for s in range(num_stages)]
+    """The same stages and batch without any of the pipeline."""
+    return plain_training([stage_module(s, num_stages, dropout) for s in range(num_stages)], microbatches, step)
+
+
+def plain_training(stages: Sequence[nn.Module], microbatches: int, step: int = 0) -> Answer:
+    """Microbatch after microbatch, plain autograd."""
     inputs, targets = batch(microbatches)
     total = torch.zeros(())
     for j in range(microbatches):
@@ -230,11 +239,20 @@ def gradients(stages: dict[int, nn.Module]) -> dict[str, Tensor]:
 
 
 def run_plan(
-    plan: Plan, rank: int, *, dropout: float = 0.0, steps: int = 1, **options: object
+    plan: Plan,
+    rank: int,
+    *,
+    modules: Sequence[nn.Module] | None = None,
+    dropout: float = 0.0,
+    steps: int = 1,
+    **options: object,
 ) -> tuple[list[StepResult], dict[str, Tensor], Executor]:
-    """Run the plan on this rank with fresh stages; the results, and the gradients of the last step."""
+    """Run the plan on this rank, with fresh stages of the model unless others are given; the results, and the
+    gradients of the last step."""
     problem = plan.problem
-    stages = {s: stage_module(s, problem.num_stages, dropout) for s in problem.stages_of[rank]}
+    stages = {
+        s: modules[s] if modules else stage_module(s, problem.num_stages, dropout) for s in problem.stages_of[rank]
+    }
     executor = Executor(plan, stages, boundaries(problem.num_stages), loss_fn, **options)
     inputs, targets = batch(problem.num_microbatches)
     results = []

@@ -22,8 +22,10 @@ from tests.pipelines import (
     model_problem,
     one_f_one_b,
     one_process,
+    plain_training,
     plan_of_orders,
     planned,
+    problem_of,
     random_plan,
     run_plan,
     stage_module,
@@ -70,14 +72,14 @@ def random_plans(devices, seeds, dropout=0.0):
         yield f"random {seed}", random_plan(problems[seed % len(problems)], seed)
 
 
-def check_run(name, plan, rank, *, exact, **options):
+def check_run(name, plan, rank, *, exact, plain=None, **options):
     """Run a plan and compare: loss and gradients with one process, bytes with the plan and with nothing left."""
     problem = plan.problem
-    dropout = options.get("dropout", 0.0)
     steps = options.get("steps", 1)
     results, found, executor = run_plan(plan, rank, **options)
-    expected = one_process(problem.num_stages, problem.num_microbatches, dropout, step=steps - 1)
-    own = {n: g for n, g in expected.gradients.items() if int(n.split(".")[0]) in problem.stages_of[rank]}
+    if plain is None:
+        plain = one_process(problem.num_stages, problem.num_microbatches, options.get("dropout", 0.0), steps - 1)
+    own = {n: g for n, g in plain.gradients.items() if int(n.split(".")[0]) in problem.stages_of[rank]}
     assert found.keys() == own.keys(), name
     for key, value in own.items():
         if exact:
@@ -85,7 +87,7 @@ def check_run(name, plan, rank, *, exact, **options):
         else:
             assert float((found[key] - value).abs().max()) <= TOLERANCE, f"{name}: {key}"
     if problem.num_stages - 1 in problem.stages_of[rank]:
-        assert results[-1].loss == expected.loss, name
+        assert results[-1].loss == plain.loss, name
     else:
         assert results[-1].loss is None
     peak = memory.peaks(problem, plan.ops)[rank]
@@ -98,12 +100,41 @@ def check_run(name, plan, rank, *, exact, **options):
     return [result.peak_bytes for result in results]
 
 
+class Turned(nn.Module):
+    """Its output is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.line(x.transpose(1, 2)).transpose(1, 2)
+
+
+def odd_stages():
+    """Nothing to train; an output that is saved too; an output that is not contiguous; the input handed on; batch norm,
+    a convolution and a parameter of its own."""
+    torch.manual_seed(5)
+    first = nn.Embedding(32, 16)
+    first.weight.requires_grad_(False)
+    mixed = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.PReLU(), nn.Linear(16, 32))
+    return [first, nn.Sequential(nn.Linear(16, 16), nn.ReLU()), Turned(), nn.Identity(), mixed]
+
+
+def check_odd_stages(rank, places, seed, **options):
+    plan = random_plan(problem_of(odd_stages(), places, 4), seed, offload=0.6)
+    plain = plain_training(odd_stages(), 4)
+    check_run(f"odd {seed}", plan, rank, exact=False, plain=plain, modules=odd_stages(), **options)
+
+
 def all_plans(rank, count):
+    for seed in range(4 if count == 2 else 2):
+        check_odd_stages(rank, [s % count for s in range(5)], seed, before_op=Delays(seed))
     for name, plan in known_plans(count):
         check_run(name, plan, rank, exact=True, steps=2)
-    for name, plan in random_plans(count, range(9)):
+    for name, plan in random_plans(count, range(9 if count == 2 else 6)):
         check_run(name, plan, rank, exact=False)
-    for seed, (name, plan) in enumerate(random_plans(count, range(9, 15), dropout=0.2)):
+    for seed, (name, plan) in enumerate(random_plans(count, range(9, 15 if count == 2 else 12), dropout=0.2)):
         delays = Delays(100 * rank + seed)
         check_run(f"{name} delayed", plan, rank, exact=False, dropout=0.2, before_op=delays)
     for name, plan in list(known_plans(count, dropout=0.2))[4:]:
@@ -121,6 +152,11 @@ def test_a_step_on_one_rank_equals_one_process():
         dropout = 0.1 * (seed % 2)
         problem = model_problem(1, 3, "linear", 4, dropout)
         check_run(f"random {seed}", random_plan(problem, seed), 0, exact=False, dropout=dropout)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_stages_on_one_rank_equal_one_process(seed):
+    check_odd_stages(0, [0] * 5, seed)
 
 
 def test_the_last_stage_may_take_microbatches_in_any_order():
