@@ -31,6 +31,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 EXTRA_LAYERS = 2
 
 
+#: The sections that a plan carries, so that it can be trained alone.
+TRAINING_SECTIONS = ("model", "data", "batch", "pipeline", "offload", "device", "optimizer", "train")
+
+
 def _wrong(key: str, message: str) -> PydanticCustomError:
     # The text goes in as a parameter: pydantic would read braces in a template as fields.
     return PydanticCustomError("config", "{message}", {"key": key, "message": message})
@@ -301,8 +305,13 @@ class Config(_Section):
         return value
 
     def training(self) -> dict[str, Any]:
-        """The part that a plan carries so that it can be trained alone: all but what the planning needed."""
-        return self.model_dump(mode="json", exclude={"problem", "profile", "memory", "measure", "solver"})
+        """The part that a plan carries, so that it can be trained alone."""
+        return self.model_dump(mode="json", include={"name", *TRAINING_SECTIONS})
+
+    def filled_from(self, other: Config) -> Config:
+        """The same config, with the training sections that its file leaves out taken from another one."""
+        left_out = [name for name in TRAINING_SECTIONS if name not in self.model_fields_set]
+        return self.model_copy(update={name: getattr(other, name) for name in left_out})
 
     @property
     def file(self) -> str:

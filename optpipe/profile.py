@@ -19,8 +19,7 @@ FORMAT, VERSION = "optpipe-profile", 1
 #: Samples of one timing that a file keeps.
 MAX_SAMPLES = 20
 
-# Sections of a config that a profile is measured with, and the keys that change what is measured.
-_MEASURED_WITH = ("model", "data", "batch", "pipeline", "offload", "device", "optimizer", "train")
+# Keys of a config that change what is measured.
 _MUST_BE_AS_MEASURED = (
     "model",
     "batch.microbatch_size",
@@ -218,8 +217,7 @@ class Profile(_Part):
             device or offload link.
         """
         measured = self.settings
-        left_out = [name for name in _MEASURED_WITH if name not in config.model_fields_set]
-        config = config.model_copy(update={name: getattr(measured, name) for name in left_out})
+        config = config.filled_from(measured)
         if config.device == "auto":
             config = config.model_copy(update={"device": measured.device})
         counts = tuple(stage.layers for stage in self.stages)

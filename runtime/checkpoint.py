@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optpipe import files
 from optpipe.errors import InputError
+from runtime import gather
 
 FORMAT, VERSION = "optpipe-checkpoint", 1
 _FACTS = "checkpoint.json"
@@ -46,15 +47,15 @@ def save(folder: str | Path, stages: Mapping[int, nn.Module], facts: dict[str, A
         if chief:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        _barrier()
+        gather.barrier()
         for number, stage in stages.items():
             state = {name: value.detach().cpu() for name, value in stage.state_dict().items()}
             torch.save(state, partial / f"stage-{number}.pt")
-        _barrier()
+        gather.barrier()
         if chief:
             files.write_json(partial / _FACTS, {"format": FORMAT, "version": VERSION, **facts})
             _replace(partial, target)
-        _barrier()
+        gather.barrier()
     except OSError as error:
         raise InputError(target, "", f"cannot be written: {error.strerror or error}") from None
 
@@ -84,8 +85,3 @@ def _replace(partial: Path, target: Path) -> None:
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

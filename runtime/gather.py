@@ -1,4 +1,4 @@
-"""Small things of every rank, on every rank."""
+"""Small things of every rank, on every rank, by gloo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def barrier() -> None:
+    """Wait until every rank is here. By gloo: torch's own would set up NCCL for it where there are GPUs."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
 
 
 def numbers(values: list[float]) -> list[list[float]]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import Infeasible, InputError, RunFailed
-from runtime import worker
+from runtime import gather, worker
 from runtime.worker import Rank
 
 Message = dict[str, Any]
@@ -125,7 +125,7 @@ def _join_and_work(
 
     try:
         result = work(Rank(number, world_size, local, send), **arguments)
-        dist.barrier()
+        gather.barrier()
         return result
     except (InputError, Infeasible, RunFailed):
         raise

@@ -15,6 +15,7 @@ from torch import Tensor
 from optpipe.config import OffloadConfig
 from optpipe.problem import Direction
 from optpipe.profile import ChannelProfile, TransferProfile
+from runtime import gather
 from runtime.channel import CpuLane, CudaLane, HostPool, copy_lane
 from runtime.events import Failure, clock
 
@@ -73,10 +74,10 @@ class HostLinks:
         """The speed of this rank's copies while all ranks that take part copy too; every rank must call it."""
         rates = []
         for lane, job in zip(self._lanes, self._jobs, strict=True):
-            _barrier()
+            gather.barrier()
             if taking_part:
                 rates.append(self._rate(lane, job, repeats))
-            _barrier()
+            gather.barrier()
         return HostLink(*rates) if taking_part else None
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ def message_ms(sender: int, receiver: int, nbytes: int, device: torch.device, re
     Every rank must call it.
     """
     rank = dist.get_rank()
-    _barrier()
+    gather.barrier()
     samples = None
     if rank in (sender, receiver):
         payload = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
@@ -146,13 +147,8 @@ def message_ms(sender: int, receiver: int, nbytes: int, device: torch.device, re
                 torch.cuda.synchronize(device)
             samples.append((time.perf_counter() - start) * 500.0)
         samples = samples[1:]  # the first connects
-    _barrier()
+    gather.barrier()
     return samples
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def channels(

@@ -30,7 +30,7 @@ from optpipe.profile import (
     Timing,
     TrialProfile,
 )
-from runtime import costs, gather, launch, links, optimizer, partition, samples, stages
+from runtime import costs, gather, launch, links, machine, optimizer, partition, samples, stages
 from runtime.data import VOCABULARY, batch_shape
 from runtime.executor import Executor, OpRecord
 from runtime.model import loss_fn
@@ -369,14 +369,14 @@ def _crowding(rank: Rank) -> float:
     if rank.device.type == "cuda":
         return 1.0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-    return here * torch.get_num_threads() / len(os.sched_getaffinity(0))
+    return here * torch.get_num_threads() / machine.cores()
 
 
 def _machine(rank: Rank) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": rank.device.type,
         "processor": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": machine.cores(),
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -42,7 +42,7 @@ def train(
     plan
         A valid plan. Without ``config`` it must carry its training part, as plans made from a profile do.
     config
-        Goes before the plan's training part. Its pipeline and microbatches must be the plan's.
+        Its sections go before those that the plan carries; its pipeline and microbatches must be the plan's.
     steps
         Goes before the config's ``train.steps``.
     on_step
@@ -91,16 +91,16 @@ def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "")
         There is none, or it does not fit the plan.
     """
     carried = None if plan.training is None else Config.from_json(plan.training, file, "training")
-    settings = config or carried
+    settings = config.filled_from(carried) if config and carried else config or carried
     if settings is None:
         raise InputError(file, "training", "is missing, expected a plan made from a profile, or a config beside it")
     where = settings.file
-    pipeline, problem = settings.pipeline, plan.problem
-    if pipeline.partition == "balanced" and carried is not None and carried.pipeline.partition != "balanced":
+    problem = plan.problem
+    if settings.pipeline.partition == "balanced" and carried is not None and carried.pipeline.partition != "balanced":
         settings = settings.with_partition(carried.pipeline.partition)
     if settings.pipeline.partition == "balanced":
         raise InputError(where, "pipeline.partition", "is not settled, expected the layer counts of the plan's stages")
-    if pipeline.stage_devices != tuple(stage.device for stage in problem.stages):
+    if settings.pipeline.stage_devices != tuple(stage.device for stage in problem.stages):
         raise InputError(where, "pipeline", "does not place the stages as the plan does")
     if settings.batch.microbatches != problem.num_microbatches:
         raise InputError(

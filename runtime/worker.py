@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError, OptPipeError
+from runtime import gather, machine
 from runtime.events import PeerLost
 
 #: A rank that waits this long for another one gives up.
@@ -52,7 +53,7 @@ def join(rank: int, world_size: int, device: torch.device, store: Any = None) ->
     """Set up this process: its threads, its GPU, its place among the ranks (by ``store``, or torchrun's variables)."""
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        torch.set_num_threads(max(1, machine.cores() // local))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Small things (norms, losses, clocks) go by gloo on either device.
@@ -127,7 +128,7 @@ def main() -> None:
         pipe.flush()
         os._exit(1)
     # All reach this point or none: whoever leaves early closes the others' connections under their last messages.
-    dist.barrier()
+    gather.barrier()
     dist.destroy_process_group()
 
 

@@ -165,6 +165,12 @@ def test_a_balanced_config_takes_the_plans_partition() -> None:
         settings_of(plan, other)
 
 
+def test_sections_that_a_config_leaves_out_are_the_plans() -> None:
+    settings = settings_of(plan_of(config_of("line")), Config.from_json({"train": {"steps": 9}}, "more.yaml"))
+    assert settings.train.steps == 9
+    assert settings.model == config_of("line").model and settings.optimizer.clip_norm == 0.1
+
+
 def test_a_broken_training_part_is_one_line() -> None:
     plan = plan_of(config_of("line"))
     plan.training = {**(plan.training or {}), "modle": 3}
