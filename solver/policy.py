@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 from solver.list_scheduler import KEEP, OFFLOAD, ON_DEMAND, UNBOUNDED, Rule, ramp
-from solver.tables import Paths, Tables, least_work
+from solver.tables import Paths, Tables, least_work, with_parts
 
 _LAST = 1e6  # periods: a key that loses against (negative: wins over) all others
 
@@ -39,6 +39,8 @@ class Policy:
         Offload this part of the microbatches, evenly spread, relative to what the return time calls for.
     prefetch, reserve
         As in :class:`Rule`, for every stage.
+    part
+        Offloads move this part of the offloadable bytes. (It belongs to the tables: see ``tables_for``.)
     fuse
         One BW in place of B and W wherever that is shorter.
     """
@@ -58,7 +60,12 @@ class Policy:
     reserve: int = 1
     newest_first: bool = True
     reload_first: bool = True
+    part: float = 1.0
     fuse: bool = True
+
+    def tables_for(self, tab: Tables) -> Tables:
+        """The tables on which this policy's rule is run: those of the problem, with the part that offloads move."""
+        return tab if self.part == 1.0 else with_parts(tab, [self.part] * tab.S)
 
     def rule(self, tab: Tables, path: Paths) -> Rule:
         """The rule for one problem."""
@@ -147,4 +154,5 @@ def draw(tab: Tables, rng: random.Random) -> Policy:
         reserve=rng.choice([0, 0, 1, 1, 2]),
         newest_first=rng.random() < 0.5,
         reload_first=rng.random() < 0.75,
+        part=rng.choice([1.0, 1.0, 1.0, 0.75, 0.5, 0.34]),
     )

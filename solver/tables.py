@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from optpipe.problem import Direction, Problem
@@ -25,8 +27,9 @@ class Tables(NamedTuple):
         Per stage the time of F (and C), B, W, BW, O, R in ms.
     activation, context
         Bytes that F takes; bytes of these that only W frees.
-    movable
-        Bytes that an O moves away; 0 where no channel carries them both ways.
+    movable, offloadable
+        Bytes that an O moves away, 0 where no channel carries them both ways; bytes that it could move at most (more
+        only after ``with_parts``).
     dropped
         Bytes that F gives back where C follows; 0 where it cannot be recomputed.
     budget
@@ -57,6 +60,7 @@ class Tables(NamedTuple):
     activation: list[int]
     context: list[int]
     movable: list[int]
+    offloadable: list[int]
     dropped: list[int]
     budget: list[int]
     comm: list[float]
@@ -81,6 +85,7 @@ def tables(problem: Problem) -> Tables:
     stage_ptr, stage_list = _ragged([list(held) for held in stages_of])
     lane_ptr, lane_list = _ragged(lanes)
     peer_ptr, peer_list = _ragged(peers)
+    movable = [s.offloadable_bytes if problem.can_offload(i) else 0 for i, s in enumerate(stages)]
     return Tables(
         S=problem.num_stages,
         m=problem.num_microbatches,
@@ -97,7 +102,8 @@ def tables(problem: Problem) -> Tables:
         reload=[float(s.reload_ms) for s in stages],
         activation=[s.activation_bytes for s in stages],
         context=[s.weight_context_bytes for s in stages],
-        movable=[s.offloadable_bytes if problem.can_offload(i) else 0 for i, s in enumerate(stages)],
+        movable=movable,
+        offloadable=movable,
         dropped=[0 if s.checkpoint_bytes is None else s.activation_bytes - s.checkpoint_bytes for s in stages],
         budget=[NO_LIMIT if d.memory_bytes is None else d.memory_bytes for d in problem.devices],
         comm=[float(c) for c in problem.comm_ms] + [0.0],
@@ -107,6 +113,18 @@ def tables(problem: Problem) -> Tables:
         peer_list=peer_list,
         whole=[sum(stages[s].activation_bytes for s in held) for held in stages_of],
     )
+
+
+def with_parts(tab: Tables, parts: Sequence[float]) -> Tables:
+    """The problem with transfers that move only a part of each stage's offloadable bytes (0 to 1, per stage)."""
+    movable = [math.ceil(part * whole) for part, whole in zip(parts, tab.offloadable, strict=True)]
+    shares = [moved / whole if whole else 0.0 for moved, whole in zip(movable, tab.offloadable, strict=True)]
+    old = [moved / whole if moved else 1.0 for moved, whole in zip(tab.movable, tab.offloadable, strict=True)]
+
+    def scaled(times: list[float]) -> list[float]:
+        return [time / before * share for time, before, share in zip(times, old, shares, strict=True)]
+
+    return tab._replace(movable=movable, offload=scaled(tab.offload), reload=scaled(tab.reload))
 
 
 def _ragged(rows: list[list[int]]) -> tuple[list[int], list[int]]:

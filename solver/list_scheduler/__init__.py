@@ -7,6 +7,8 @@ painting itself into a corner. One run takes some 20 microseconds an op in plain
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from optpipe.ops import Kind, Ops
@@ -14,7 +16,7 @@ from optpipe.problem import Problem
 from solver.list_scheduler.events import run
 from solver.list_scheduler.rule import KEEP, OFFLOAD, ON_DEMAND, RECOMPUTE, UNBOUNDED, Rule, backward_first, ramp
 from solver.list_scheduler.state import State
-from solver.tables import Tables, tables
+from solver.tables import Tables, tables, with_parts
 
 __all__ = [
     "KEEP",
@@ -33,17 +35,26 @@ __all__ = [
 ]
 
 
-def list_schedule(problem: Problem, rule: Rule) -> Ops | None:
+def list_schedule(problem: Problem, rule: Rule, parts: Sequence[float] | None = None) -> Ops | None:
     """The schedule that ``rule`` makes of ``problem``; None where it needs more memory than there is.
 
     It needs the activations of one microbatch of all stages of a device to fit at once.
+
+    Parameters
+    ----------
+    problem, rule
+        The problem and how to schedule it.
+    parts
+        Per stage, the part (0 to 1) of its offloadable bytes that a transfer moves; None: all of them.
     """
     tab = tables(problem)
+    if parts is not None:
+        tab = with_parts(tab, parts)
     state = run(tab, rule)
     return None if state is None else to_ops(tab, rule, state)
 
 
-def makespan(tab: Tables, rule: Rule, state: State) -> float:
+def makespan(state: State) -> float:
     """First start to last end in ms. (The first F of stage 0 starts at 0.)"""
     return max(state.busy)
 
@@ -73,4 +84,6 @@ def to_ops(tab: Tables, rule: Rule, state: State) -> Ops:
     kind_column, stage_column, microbatch_column, start_column, end_column = (
         np.concatenate(column) for column in (kinds, stages, microbatches, starts, ends)
     )
-    return Ops.columns(kind_column, stage_column, microbatch_column, start_column, end_column)
+    partial = np.array([m if m < g else -1 for m, g in zip(tab.movable, tab.offloadable, strict=True)])
+    moved = np.where(kind_column >= int(Kind.O), partial[stage_column], -1)
+    return Ops.columns(kind_column, stage_column, microbatch_column, start_column, end_column, moved)

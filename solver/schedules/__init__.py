@@ -1,0 +1,29 @@
+"""Known schedules: one generator a module, each takes a problem and gives ops, or says why it does not apply.
+
+A generator does not ask whether its schedule fits the memory: comparing says by how much it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.ops import Ops
+from optpipe.problem import Problem
+from solver.schedules.errors import DoesNotApply
+from solver.schedules.gpipe import gpipe, gpipe_recompute
+from solver.schedules.one_f_one_b import one_f_one_b
+from solver.schedules.sequential import sequential
+from solver.schedules.zero_bubble import zero_bubble
+
+__all__ = ["SCHEDULES", "DoesNotApply", "Generator"]
+
+Generator = Callable[[Problem], Ops]
+
+#: Name -> generator; a generator raises ``DoesNotApply`` where it is not defined.
+SCHEDULES: dict[str, Generator] = {
+    "sequential": sequential,
+    "gpipe": gpipe,
+    "gpipe-recompute": gpipe_recompute,
+    "1f1b": one_f_one_b,
+    "zero-bubble": zero_bubble,
+}
