@@ -1,17 +1,20 @@
 """Exact optima of tiny problems with whole-number times, by breadth-first search over everything that can be done.
 
-It shares no code with the solver: each cell (stage, microbatch) goes through phases, time advances by 1, and at every
-instant each idle device and each idle channel starts any op that its inputs and memory allow, or stays idle.
+The search shares no code with the solver: each cell (stage, microbatch) goes through phases, time advances by 1, and
+at every instant each idle device and each idle channel starts any op that its inputs and memory allow, or stays idle.
 Microbatches are alike, so F's and B's of a stage run in ascending order without loss. Whole and half transfers are
 tried.
 """
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from typing import NamedTuple
 
 from optpipe.problem import Problem
+from solver.feasibility import smallest_budgets
+from tests.random_schedules import PLACEMENTS, placement
 
 NEW, F, HERE, O, AWAY, R, BACK, B, CONTEXT, W, DONE, BW, DROPPED, C = range(14)  # noqa: E741
 
@@ -27,8 +30,16 @@ class Cell(NamedTuple):
     drop: bool = False
 
 
-def optimum(problem: Problem, upper: float) -> int | None:
-    """The least makespan below ``upper``; None if there is none. Times must be whole, transfer times even."""
+class TooLarge(Exception):
+    """The search would take too long."""
+
+
+def optimum(problem: Problem, upper: float, *, most_states: int = 20_000) -> int | None:
+    """The least makespan below ``upper``; None if there is none.
+
+    Times must be whole, transfer times even, and of compute ops at least 1. Raises TooLarge where more than
+    ``most_states`` states differ at one instant.
+    """
     search = _Search(problem)
     start = tuple(Cell() for _ in range(search.S * search.m))
     layer, time = {start}, 0
@@ -41,6 +52,8 @@ def optimum(problem: Problem, upper: float) -> int | None:
                 after = search.advance(begun)
                 if time + 1 + search.least_rest(after) < upper:
                     following.add(after)
+            if len(following) > most_states:
+                raise TooLarge
         layer, time = following, time + 1
     return None
 
@@ -154,7 +167,7 @@ class _Search:
         return True
 
     def advance(self, state: tuple[Cell, ...]) -> tuple[Cell, ...]:
-        """One ms later. Ops must take at least 1 ms (a W may take none: it ends with its B)."""
+        """One ms later."""
         after = []
         for k, cell in enumerate(state):
             s = k // self.m
@@ -201,3 +214,59 @@ class _Search:
             rest[self.p.stages[s].device] += work
             longest = max(longest, way)
         return max(longest, *rest)
+
+
+def tiny_problem(rng: random.Random) -> Problem:
+    """A problem that is small enough: up to 8 cells, whole times, every kind of placement, channel and budget."""
+    devices = rng.randint(1, 3)
+    per_device = 1 if devices > 2 else rng.randint(1, 2)
+    places = placement(rng.choice(PLACEMENTS), devices, per_device)
+    most = {1: 5, 2: 4, 3: 3, 4: 2}[len(places)]
+    transfers, recomputes = rng.random() < 0.4, rng.random() < 0.25
+    stages = []
+    for device in places:
+        activation = 2 * rng.randint(2, 6)
+        b, w = rng.randint(1, 3), rng.randint(1, 3)
+        stage = {
+            "device": device,
+            "forward_ms": float(rng.randint(1, 3)),
+            "backward_ms": float(b),
+            "weight_ms": float(w),
+            "activation_bytes": activation,
+            "weight_context_bytes": rng.choice([0, activation // 2, activation]),
+        }
+        if rng.random() < 0.3:
+            stage["fused_backward_ms"] = float(max(1, b + w - rng.randint(0, 2)))
+        if transfers:
+            stage["offloadable_bytes"] = rng.choice([0, activation, activation])
+            stage["offload_ms"], stage["reload_ms"] = float(rng.choice([2, 2, 4])), float(rng.choice([2, 2, 4]))
+        if recomputes:
+            stage["checkpoint_bytes"] = rng.choice([None, 0, 2])
+        stages.append(stage)
+    both = ("d2h", "h2d")
+    groups = rng.choice(
+        [
+            [[(d, x)] for d in range(devices) for x in both],
+            [[(d, x) for x in both] for d in range(devices)],
+            [[(d, x) for d in range(devices)] for x in both],
+            [[(d, x) for d in range(devices) for x in both]],
+        ]
+    )
+    channels = [
+        {"name": f"c{n}", "transfers": [{"device": d, "direction": x} for d, x in group]}
+        for n, group in enumerate(groups)
+    ]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": rng.randint(2, most),
+            "devices": [{"memory_bytes": None}] * devices,
+            "stages": stages,
+            "comm_ms": [float(rng.choice([0, 0, 1])) for _ in places[1:]],
+            "channels": channels if transfers else [],
+        }
+    )
+    whole = [sum(problem.stages[s].activation_bytes for s in held) for held in problem.stages_of]
+    least = smallest_budgets(problem)
+    return problem.with_budgets(
+        [rng.choice([x, w, int(w * rng.uniform(1, 2.5)), None]) for x, w in zip(least, whole, strict=True)]
+    )

@@ -1,0 +1,111 @@
+"""Known schedules: valid but for memory wherever they apply, and as their papers say."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe import memory, metrics, semantics
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+from optpipe.verify import verify
+from solver.bounds import lower_bound
+from solver.feasibility import smallest_budgets
+from solver.schedules import SCHEDULES, DoesNotApply
+from solver.schedules.orders import Step, in_order
+from tests.random_schedules import random_problem
+
+SEEDS = st.integers(0, 2**32)
+
+
+def pipeline(S: int, m: int, *, budget: int | None = None, checkpoint: int | None = None, **times: float) -> Problem:
+    """Equal stages, one a device; an activation is 2 bytes, of which W frees one."""
+    stage = {
+        "forward_ms": times.get("f", 1.0),
+        "backward_ms": times.get("b", 1.0),
+        "weight_ms": times.get("w", 1.0),
+        "activation_bytes": 2,
+        "weight_context_bytes": 1,
+        "checkpoint_bytes": checkpoint,
+    }
+    return Problem.model_validate(
+        {
+            "num_microbatches": m,
+            "devices": [{"memory_bytes": budget}] * S,
+            "stages": [{**stage, "device": s} for s in range(S)],
+            "comm_ms": [times.get("c", 0.0)] * (S - 1),
+        }
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_valid_wherever_it_applies(name: str, seed: int) -> None:
+    problem = random_problem(random.Random(seed))
+    try:
+        ops = SCHEDULES[name](problem)
+    except DoesNotApply as reason:
+        assert len(str(reason)) > 10
+        return
+    assert verify(problem, ops) == []
+
+
+@pytest.mark.parametrize(("S", "m"), [(1, 1), (1, 5), (4, 8), (3, 2)])
+def test_classical_makespans(S: int, m: int) -> None:
+    problem = pipeline(S, m)
+    for name in ("gpipe", "1f1b"):
+        assert semantics.makespan(SCHEDULES[name](problem)) == pytest.approx(3 * (m + S - 1))
+    assert semantics.makespan(SCHEDULES["sequential"](problem)) == pytest.approx(3 * S * m)
+
+
+def test_activations_held() -> None:
+    problem = pipeline(4, 8)
+    assert memory.peaks(problem, SCHEDULES["gpipe"](problem)) == [16] * 4
+    assert memory.peaks(problem, SCHEDULES["1f1b"](problem)) == [8, 6, 4, 2]
+    assert memory.peaks(problem, SCHEDULES["sequential"](problem)) == [2] * 4
+
+
+def test_gpipe_with_recomputation_keeps_one_activation_and_the_checkpoints() -> None:
+    problem = pipeline(3, 6, checkpoint=0)
+    ops = SCHEDULES["gpipe-recompute"](problem)
+    assert memory.peaks(problem, ops) == [2] * 3
+    assert (ops.kind == Kind.C).sum() == 3 * 5
+    with pytest.raises(DoesNotApply, match="checkpoint_bytes"):
+        SCHEDULES["gpipe-recompute"](pipeline(3, 6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 6), st.floats(0, 0.5), st.floats(0, 1), st.floats(0.5, 2))
+def test_zero_bubble_is_optimal_with_room_for_one_pipeline(S: int, more: int, c: float, w: float, b: float) -> None:
+    """Wherever 2 c <= W <= min(F, B) and m > S."""
+    weight = 2 * c + w * (min(1.0, b) - 2 * c) if 2 * c <= min(1.0, b) else min(1.0, b)
+    problem = pipeline(S, S + more, budget=2 * S, f=1.0, b=b, w=weight, c=min(c, weight / 2))
+    ops = SCHEDULES["zero-bubble"](problem)
+    assert verify(problem, ops) == []
+    assert semantics.makespan(ops) == pytest.approx(lower_bound(problem))
+
+
+def test_zero_bubble_has_no_bubble_left_with_room_for_two_pipelines() -> None:
+    problem = pipeline(4, 16, budget=16)
+    assert metrics.span(problem, SCHEDULES["zero-bubble"](problem)) == pytest.approx(3 * 16 + 3, abs=3.1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SEEDS)
+def test_one_microbatch_at_a_time_fits_the_smallest_budgets(seed: int) -> None:
+    problem = random_problem(random.Random(seed))
+    tight = problem.with_budgets(list(smallest_budgets(problem)))
+    assert verify(tight, SCHEDULES["sequential"](tight)) == []
+    for device, budget in enumerate(smallest_budgets(problem)):
+        less: list[int | None] = [None] * problem.num_devices
+        less[device] = budget - 1
+        with pytest.raises(DoesNotApply, match=f"device {device} "):
+            SCHEDULES["sequential"](problem.with_budgets(less))
+
+
+def test_orders_that_contradict_each_other_are_refused() -> None:
+    problem = pipeline(2, 1)
+    with pytest.raises(ValueError, match=r"device 0 never gets to B\(0,0\)"):
+        in_order(problem, [[Step(Kind.B, 0, 0), Step(Kind.F, 0, 0)], [Step(Kind.F, 1, 0), Step(Kind.B, 1, 0)]])
