@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from optpipe.plan import Plan
     from optpipe.task import Task
     from runtime.metrics_log import Step
+    from solver.incumbent import Progress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -178,8 +179,13 @@ def _solved(task: Task, given: dict[str, Any]) -> Plan:
         threads=given.get("threads", wanted.threads),
         seed=given.get("seed", wanted.seed),
     )
-    with _working("solving"):
-        return run(task.problem, options)
+    with _working("solving") as tell:
+        return run(task.problem, options, lambda now: tell(_progress_text(now)))
+
+
+def _progress_text(now: Progress) -> str:
+    """The best step so far, how near it is to the proven bound, and what found it."""
+    return f"{now.best:.5g} ms, bound {now.bound:.5g} ms, gap {now.gap:.1%}, by {now.source}, {now.seconds:.0f} s"
 
 
 @command("optpipe check plan.json --jitter 100")

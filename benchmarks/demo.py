@@ -35,7 +35,7 @@ from solver.solve import solve
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = {"gpipe": "GPipe", "1f1b": "1F1B"}
 #: Steps of a schedule that is run for comparison only.
-FEW_STEPS = 6
+FEW_STEPS = 5
 #: The loss has clearly fallen where it ends below this share of its start.
 CLEARLY = 0.8
 LEAST_STEPS = 30
@@ -113,7 +113,7 @@ def known_schedule(method: str, task: Task) -> tuple[Plan, bool, Summary]:
         print(f"{KNOWN[method]} fits", flush=True)
     except Infeasible as error:
         fits = False
-        print(f"{KNOWN[method]} does not fit: {error}", flush=True)
+        print(error, flush=True)
     lifted = task.problem.with_budgets([None] * task.problem.num_devices)
     plan = replace(solve(lifted, SolveOptions(method=method)), training=task.training)
     return plan, fits, train(plan, steps=FEW_STEPS)
@@ -142,7 +142,8 @@ def sizes(values: list[int]) -> str:
     texts = [size_text(value).split() for value in values]
     if len({unit for _, unit in texts}) > 1:
         return ", ".join(map(size_text, values))
-    return ", ".join(number for number, _ in texts) + f" {texts[0][1]}"
+    numbers = [number for number, _ in texts]
+    return (numbers[0] if len(set(numbers)) == 1 else ", ".join(numbers)) + f" {texts[0][1]}"
 
 
 def verdicts(rows: list[Row], task: Task) -> dict[str, bool]:

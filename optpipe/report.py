@@ -37,6 +37,8 @@ def facts(plan: Plan) -> list[str]:
         )
     ).replace("batchs", "batches")
     method = f", by {plan.solver['method']}" if plan.solver.get("method") else ""
+    if plan.solver.get("source") not in (None, "", plan.solver.get("method")):
+        method += f" ({plan.solver['source']})"
     figures = [f"makespan {measured.makespan_ms:.5g} ms"]
     if plan.lower_bound_ms is not None:
         gap = "" if plan.gap is None else f" (gap {max(plan.gap, 0.0):.2%})"
