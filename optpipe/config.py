@@ -210,11 +210,13 @@ class OptimizerConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """The run. ``checkpoint``: a folder for the trained weights; ``metrics``: a file, one JSON object a step."""
+    """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for the
+    trained weights; ``metrics``: a file, one JSON object a step."""
 
     steps: Count = 50
     seed: Seed = 0
     log_every: Count = 1
+    validate_every: Count | None = None
     checkpoint: str | None = None
     metrics: str | None = None
 

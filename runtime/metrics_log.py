@@ -34,6 +34,8 @@ class Step:
         Per device: activation bytes as the plan counts them, and offloaded bytes on the host.
     load
         Wall time over CPU time of compute; above 1 the cores had other work. None on CUDA.
+    validation_loss
+        On held-out text, after this step; None where it was not asked for. Its time is not part of ``step_ms``.
     """
 
     step: int
@@ -47,14 +49,16 @@ class Step:
     peak_bytes: list[int]
     host_peak_bytes: list[int]
     load: float | None = None
+    validation_loss: float | None = None
 
     def line(self, total: int, planned_peak_bytes: list[int]) -> str:
         """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms  bubble 31%  peak 98% of plan``."""
         shares = [real / plan for real, plan in zip(self.peak_bytes, planned_peak_bytes, strict=True) if plan]
         peak = f"  peak {max(shares):.0%} of plan" if shares else ""
+        held_out = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
         return (
             f"step {self.step:{len(str(total))}}/{total}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}"
+            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}{held_out}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +70,7 @@ class Summary:
     """A run as a whole, beside its plan.
 
     Times, rates and bubble are medians over the steps behind a short warm-up; peaks are the largest of all steps;
-    ``last_loss`` is the mean of the last few.
+    ``last_loss`` is the mean of the last few, ``validation_loss`` the last one taken.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Summary:
     device: str
     first_loss: float
     last_loss: float
+    validation_loss: float | None
     planned_ms: float
     measured_ms: float
     step_ms: float

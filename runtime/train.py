@@ -6,6 +6,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
 from optpipe.verify import verify_plan
-from runtime import checkpoint, data, gather, launch, optimizer, stages
+from runtime import checkpoint, data, evaluate, gather, launch, optimizer, stages
 from runtime.executor import Executor, StepResult
 from runtime.metrics_log import MetricsLog, Step, Summary
 from runtime.model import loss_fn
@@ -25,6 +26,8 @@ from runtime.worker import Rank
 
 #: Steps at the start that the summary's times leave out: they set up connections and caches.
 WARM_UP = 3
+#: Batches of held-out text that a validation loss is the mean of.
+VALIDATION_BATCHES = 2
 
 
 def train(
@@ -69,8 +72,7 @@ def train(
         raise InputError(file, "", f"is not a valid plan: {violations[0]}")
     ranks = plan.problem.num_devices
     device = launch.resolve_device(settings.device, ranks, settings.file)
-    # Read once here: text that is missing is one line, not a failed run.
-    data.Corpus.load(settings.data, settings.gpt.context, settings.file)
+    _check_text(settings)
     every, total = settings.train.log_every, settings.train.steps
 
     def hear(message: dict[str, Any]) -> None:
@@ -80,6 +82,13 @@ def train(
 
     arguments = {"plan": plan.to_json(), "config": settings.to_json(), "file": str(settings.file)}
     return Summary(**launch.launch(train_rank, arguments, ranks, device, hear))
+
+
+def _check_text(settings: Config) -> None:
+    """Read the text once in the launching process: what is missing is one line, not a failed run."""
+    data.Corpus.load(settings.data, settings.gpt.context, settings.file)
+    if settings.train.validate_every is not None and not settings.data.validation_fraction:
+        raise InputError(settings.file, "train.validate_every", "needs held-out text, expected a validation_fraction")
 
 
 def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "") -> Config:
@@ -149,7 +158,7 @@ class _Run:
         )
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
         self.shape = data.batch_shape(config)
-        self.text = data.Corpus.load(config.data, config.gpt.context, config.file).train
+        self.text = data.Corpus.load(config.data, config.gpt.context, config.file)
         self.is_first, self.is_last = 0 in self.stages, config.pipeline.num_stages - 1 in self.stages
         self.records: list[Step] = []
         self._agree_on_the_text()
@@ -163,8 +172,12 @@ class _Run:
         if self.rank.device.type == "cuda":
             torch.cuda.synchronize(self.rank.device)
         step_ms = (time.perf_counter() - began) * 1e3
-        self.records.append(self._record(number, result, norm, step_ms))
-        return self.records[-1]
+        record = self._record(number, result, norm, step_ms)
+        every = self.config.train.validate_every
+        if every is not None and (number + 1) % every == 0:
+            record = replace(record, validation_loss=self._validation_loss())
+        self.records.append(record)
+        return record
 
     def save(self) -> None:
         """Write the checkpoint that the config asks for."""
@@ -172,10 +185,19 @@ class _Run:
             facts = {"step": self.config.train.steps, "training": self.config.training()}
             checkpoint.save(self.config.train.checkpoint, self.stages, facts)
 
+    def _validation_loss(self) -> float:
+        """The mean over a few batches, the same ones every time."""
+        placement, boundaries = self.config.pipeline.stage_devices, stages.boundaries(self.config)
+        losses = []
+        for number in range(VALIDATION_BATCHES):
+            batch = data.batch(self.text.validation, self.config.train.seed, number, self.shape)
+            losses.append(evaluate.loss(self.stages, placement, boundaries, loss_fn, *batch, self.rank.device))
+        return statistics.fmean(losses)
+
     def _batch(self, number: int) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
         if not (self.is_first or self.is_last):
             return None, None
-        tokens, targets = data.batch(self.text, self.config.train.seed, number, self.shape)
+        tokens, targets = data.batch(self.text.train, self.config.train.seed, number, self.shape)
         device = self.rank.device
         return (
             list(tokens.to(device)) if self.is_first else None,
@@ -217,8 +239,8 @@ class _Run:
 
     def _agree_on_the_text(self) -> None:
         """Ranks draw batches on their own: they must have the same text."""
-        digest = zlib.crc32(self.text.numpy().tobytes())
-        if len({row[0] for row in gather.numbers([float(digest), float(len(self.text))])}) > 1:
+        digest = zlib.crc32(self.text.train.numpy().tobytes())
+        if len({row[0] for row in gather.numbers([float(digest)])}) > 1:
             raise InputError(self.config.file, "data", "is not the same text on all ranks, expected one folder for all")
 
     def summary(self) -> Summary:
@@ -239,6 +261,7 @@ class _Run:
             device=self.rank.device.type,
             first_loss=records[0].loss,
             last_loss=statistics.fmean(record.loss for record in records[-edge:]),
+            validation_loss=next((r.validation_loss for r in records[::-1] if r.validation_loss is not None), None),
             planned_ms=planned.makespan_ms,
             measured_ms=median("pipeline_ms"),
             step_ms=median("step_ms"),

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from optpipe.timing import earliest
 from runtime import checkpoint, data, optimizer, stages
 from runtime.metrics_log import Step
 from runtime.model import build_layers, loss_fn
-from runtime.train import settings_of, train
+from runtime.train import VALIDATION_BATCHES, settings_of, train
 from runtime.trial import Trial
 
 STEPS = 5
@@ -55,14 +56,20 @@ def plan_of(config: Config, *, split: bool = True, offload: bool = True, held: i
     return Plan(problem, earliest(problem, trial.ops), solver={"method": "1f1b"}, training=config.training())
 
 
-def one_process(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """The same training without a pipeline: losses, norms before clipping, and parameters by name."""
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: torch.Tensor, config: Config) -> float:
+    batches = [data.batch(text, config.train.seed, n, data.batch_shape(config)) for n in range(VALIDATION_BATCHES)]
+    return fmean(float(loss_fn(model(x), y)) for batch in batches for x, y in zip(*batch, strict=True))
+
+
+def one_process(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor], list[float]]:
+    """The same training without a pipeline: losses, norms before clipping, parameters, and losses on held-out text."""
     model = nn.Sequential(*build_layers(stages.gpt_config(config), config.train.seed))
     adamw = optimizer.adamw([model], config.optimizer)
-    text = data.Corpus.load(config.data, config.gpt.context).train
-    losses, norms = [], []
+    corpus = data.Corpus.load(config.data, config.gpt.context)
+    losses, norms, held_out = [], [], []
     for step in range(config.train.steps):
-        tokens, targets = data.batch(text, config.train.seed, step, data.batch_shape(config))
+        tokens, targets = data.batch(corpus.train, config.train.seed, step, data.batch_shape(config))
         total = 0.0
         for x, y in zip(tokens, targets, strict=True):
             loss = loss_fn(model(x), y) / len(tokens)
@@ -74,23 +81,28 @@ def one_process(config: Config) -> tuple[list[float], list[float], dict[str, tor
             group["lr"] = optimizer.learning_rate(config.optimizer, step)
         adamw.step()
         adamw.zero_grad()
-    return losses, norms, model.state_dict()
+        if (step + 1) % 2 == 0:
+            held_out.append(held_out_loss(model, corpus.validation, config))
+    return losses, norms, model.state_dict(), held_out
 
 
 @pytest.mark.parametrize(("pipeline", "split", "offload"), [("line", True, True), ("v", False, True)])
 def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bool, tmp_path: Path) -> None:
     files = {"checkpoint": str(tmp_path / "weights"), "metrics": str(tmp_path / "metrics.jsonl")}
-    config = config_of(pipeline, train={**SETTINGS["train"], **files})
+    config = config_of(pipeline, train={**SETTINGS["train"], **files, "validate_every": 2})
     heard: list[Step] = []
     plan = plan_of(config, split=split, offload=offload)
     summary = train(plan, on_step=heard.append)
 
-    losses, norms, parameters = one_process(config)
+    losses, norms, parameters, held_out = one_process(config)
     assert [step.step for step in heard] == list(range(1, STEPS + 1))
     # The norm is summed in another order, and clipping hands that on to everything: float32 tolerance.
     assert [step.loss for step in heard] == pytest.approx(losses, rel=1e-5)
     assert [step.grad_norm for step in heard] == pytest.approx(norms, rel=1e-5)
     assert min(norms) > 0.1
+    told = [step.validation_loss for step in heard]
+    assert told[0::2] == [None] * 3 and told[1::2] == pytest.approx(held_out, rel=1e-5)
+    assert summary.validation_loss == told[3]
     state, facts = checkpoint.load(tmp_path / "weights")
     assert state.keys() == parameters.keys()
     for name, value in parameters.items():
