@@ -217,7 +217,7 @@ def _filling(ops: Ops, window: Window, microbatches: int, ascii_only: bool) -> _
         return _Fill(lambda row: [_labelled(row, window, dash)], "a letter, then the microbatch")
     if typical >= 1:
         return _Fill(lambda row: _letters_and_digits(row, window), "below a letter the last digit of the microbatch")
-    return _Fill(lambda row: [_majority(row, window)], "the kind that fills most of a column; lower case where partly idle")
+    return _Fill(lambda row: [_majority(row, window)], "the kind that fills most of a column; lower case: partly idle")
 
 
 def _legend(ops: Ops, note: str, over: bool) -> list[str]:

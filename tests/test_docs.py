@@ -42,7 +42,7 @@ def commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_shown_exists_with_its_options(page):
     for name, *arguments in commands(page):
-        if name in ("--help", "--version"):
+        if "--help" in (name, *arguments):
             continue
         assert name in main.commands, f"optpipe {name}"
         main.commands[name].make_context(name, list(arguments)).close()
