@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Which benchmark `make bench` runs: core, solver, runtime.
+SCRIPT ?= core
 
 .PHONY: help setup demo test lint format bench clean
 
@@ -12,6 +14,7 @@ help:  ## what can be made
 setup: $(STAMP)  ## the virtual environment, with OptPipe and the development tools in it
 
 $(STAMP): pyproject.toml
+	@echo 'Setting up $(VENV): this takes some minutes the first time'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit("OptPipe needs Python 3.11 or later: make PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
@@ -32,8 +35,8 @@ format: $(STAMP)  ## ruff's formatter and its safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the benchmark tables
-	$(BIN)/python benchmarks/solver.py $(ARGS)
+bench: $(STAMP)  ## the benchmark tables; ARGS go to the script that SCRIPT names
+	$(BIN)/python benchmarks/$(SCRIPT).py $(ARGS)
 
 clean:  ## remove what the targets made, the virtual environment too
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
