@@ -231,7 +231,8 @@ class _Measurement:
     ) -> Profile:
         times: dict[tuple[int, Kind], list[float]] = {}
         for _, traces in trials.values():
-            for key, found in samples.durations(traces).items():
+            on_cpu = self.rank.device.type == "cpu"
+            for key, found in samples.durations(traces, self.placement, with_host=on_cpu).items():
                 times.setdefault(key, []).extend(found)
         plain = [trace for name in ("split backward", "fused backward") for trace in trials[name][1]]
         lags = samples.message_lags(plain, self.placement)

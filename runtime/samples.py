@@ -15,6 +15,8 @@ from optpipe.timing import order_graph
 
 #: A copy that ends later than this share of its time behind its pace is late.
 LATE_SHARE = 0.1
+#: A wait below this many ms is none: the host looked, and went on.
+WAITED_MS = 0.1
 _BACKWARD = (Kind.B, Kind.BW)
 
 
@@ -39,12 +41,32 @@ class Trace(NamedTuple):
     step_ms: float
 
 
-def durations(traces: Iterable[Trace]) -> dict[tuple[int, Kind], list[float]]:
-    """Samples in ms by stage and kind."""
+def durations(
+    traces: Iterable[Trace], stage_devices: Sequence[int], *, with_host: bool
+) -> dict[tuple[int, Kind], list[float]]:
+    """Samples in ms by stage and kind.
+
+    Parameters
+    ----------
+    traces
+        Steps as they ran.
+    stage_devices
+        The device of each stage.
+    with_host
+        To a compute op that waited for nothing belongs what the host did for it since the one before: on a CPU device
+        the host's work stands between the ops. Not on CUDA, where it is hidden, and where waits are not seen.
+    """
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for trace in traces:
-        for op in trace.ops:
-            found[op.stage, op.kind].append(op.end - op.start)
+        free: dict[int, float] = {}
+        for op in sorted(trace.ops, key=lambda op: op.start):
+            start = op.start
+            if op.kind < Kind.O:
+                device = stage_devices[op.stage]
+                if with_host and op.memory_wait_ms + op.message_wait_ms < WAITED_MS:
+                    start = free.get(device, start)
+                free[device] = op.end
+            found[op.stage, op.kind].append(op.end - start)
     return dict(found)
 
 

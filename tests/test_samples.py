@@ -23,7 +23,19 @@ def as_planned(trial: Trial, comm: float = 0.0, times: float = 1.0) -> Trace:
 
 def test_durations_are_by_stage_and_kind() -> None:
     trace = Trace((op(Kind.F, 0, 0, 1, 3), op(Kind.F, 0, 1, 3, 6), op(Kind.B, 1, 0, 6, 7)), 7)
-    assert samples.durations([trace, trace]) == {(0, Kind.F): [2, 3, 2, 3], (1, Kind.B): [1, 1]}
+    found = samples.durations([trace, trace], [0, 1], with_host=False)
+    assert found == {(0, Kind.F): [2, 3, 2, 3], (1, Kind.B): [1, 1]}
+
+
+def test_what_the_host_does_between_ops_counts_unless_it_waits() -> None:
+    ops = (
+        op(Kind.F, 0, 0, 1, 3),
+        op(Kind.O, 0, 0, 3, 9),
+        op(Kind.F, 0, 1, 3.5, 6),  # nothing to wait for: the half ms is its own
+        Sample(Kind.B, 0, 0, 8, 9, 1.0, 0.0, message_wait_ms=1.5),
+    )
+    found = samples.durations([Trace(ops, 9)], [0], with_host=True)
+    assert found == {(0, Kind.F): [2, 3], (0, Kind.O): [6], (0, Kind.B): [1]}
 
 
 def test_load_is_wall_over_cpu_time_of_compute() -> None:
@@ -70,12 +82,12 @@ def test_a_lag_counts_only_where_the_receiver_was_waiting() -> None:
 def test_a_trace_that_runs_as_planned_is_predicted_exactly(devices: int, offload: bool) -> None:
     trial = Trial(range(devices), 6, offload=offload)
     trace = as_planned(trial, times=7.0)
-    times = samples.durations([trace])
+    times = samples.durations([trace], range(devices), with_host=False)
     predicted = samples.predicted_ms(trial.plan(), times, [0.0] * (devices - 1))
     assert predicted == pytest.approx(trace.step_ms)
 
 
 def test_lags_lengthen_the_prediction() -> None:
     trial = Trial(range(2), 4)
-    times = samples.durations([as_planned(trial)])
+    times = samples.durations([as_planned(trial)], [0, 1], with_host=False)
     assert samples.predicted_ms(trial.plan(), times, [1.0]) > samples.predicted_ms(trial.plan(), times, [0.0])
