@@ -2,6 +2,9 @@
 
 Functions marked :func:`compiled` read and write flat sequences of numbers only. Without numba they run as they are and
 are best given lists; with it they are given arrays. :func:`column` makes whichever fits.
+
+Compiled code is cached beside the source. numba looks for changes in a function's own file only: after a change of
+something that compiled functions of other files call, remove their ``__pycache__``.
 """
 
 from __future__ import annotations

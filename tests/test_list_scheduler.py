@@ -1,8 +1,12 @@
 """The list scheduler: whatever the rule, every schedule is complete and breaks nothing, and memory never dead-ends."""
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,3 +138,37 @@ def test_the_same_rule_gives_the_same_schedule(tiny_problem: Problem) -> None:
     first, second = list_schedule(tiny_problem, rule), list_schedule(tiny_problem, rule)
     assert isinstance(first, Ops) and isinstance(second, Ops)
     assert np.array_equal(first.start, second.start) and np.array_equal(first.kind, second.kind)
+
+
+_SCRIPT = """
+import os
+import random
+import subprocess
+import sys
+from solver.list_scheduler import run
+from solver.policy import draw
+from solver.tables import paths, tables
+from tests.random_schedules import random_problem
+rng = random.Random(11)
+for _ in range(8):
+    tab = tables(random_problem(rng))
+    state = run(tab, draw(tab, rng).rule(tab, paths(tab)))
+    print([[float(x) for x in column] for column in state])
+"""
+
+
+def test_plain_python_gives_the_same_schedules() -> None:
+    pytest.importorskip("numba", reason="without numba there is only plain Python")
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            env={**os.environ, **extra},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=280,
+        ).stdout
+        for extra in ({}, {"NUMBA_DISABLE_JIT": "1"})
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("\n") == 8

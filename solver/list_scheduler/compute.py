@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 
 from optpipe.ops import Kind
+from solver.compiled import compiled
 from solver.list_scheduler.memory_rule import may_take
-from solver.list_scheduler.rule import RECOMPUTE, Rule
+from solver.list_scheduler.rule import RECOMPUTE, Steering
 from solver.list_scheduler.state import ASK, AWAY, BACKWARD, FORWARD, INFINITY, RESIDENT, RETURNING, State
 from solver.list_scheduler.transfers import Heap
 from solver.tables import Tables
@@ -14,7 +15,8 @@ from solver.tables import Tables
 _F, _B, _W, _BW, _C = int(Kind.F), int(Kind.B), int(Kind.W), int(Kind.BW), int(Kind.C)
 
 
-def start_compute(tab: Tables, rule: Rule, run: State, heap: Heap, d: int, now: float, eps: float) -> None:
+@compiled
+def start_compute(tab: Tables, rule: Steering, run: State, heap: Heap, d: int, now: float, eps: float) -> None:
     """Start the op with the smallest key on device ``d``, or sleep until something better arrives."""
     soon = now + eps
     best, kind, stage = INFINITY, -1, -1  # the op to start: its key
@@ -53,7 +55,8 @@ def start_compute(tab: Tables, rule: Rule, run: State, heap: Heap, d: int, now: 
     _start(tab, rule, run, heap, d, kind, stage, now)
 
 
-def _backward_head(tab: Tables, rule: Rule, run: State, s: int, k: int, soon: float) -> tuple[int, float, float]:
+@compiled
+def _backward_head(tab: Tables, rule: Steering, run: State, s: int, k: int, soon: float) -> tuple[int, float, float]:
     """(kind, key, time from which it can start) of the next B or BW of stage ``s``, or of the C that it needs first.
 
     The time is infinite where it is not known yet, or where memory is what it waits for.
@@ -71,12 +74,16 @@ def _backward_head(tab: Tables, rule: Rule, run: State, s: int, k: int, soon: fl
     return kind, key, INFINITY
 
 
-def _forward_fits(tab: Tables, rule: Rule, run: State, s: int, j: int) -> bool:
+@compiled
+def _forward_fits(tab: Tables, rule: Steering, run: State, s: int, j: int) -> bool:
     """Whether F(s, j) fits beside what is there, the memory rule, and the reloads it must leave room for."""
     d, room = tab.device[s], 0
     if rule.reserve[s] > 0:
         held = tab.stage_list[tab.stage_ptr[d] : tab.stage_ptr[d + 1]]
-        if any(run.b_done[z] < j for z in held):  # the oldest microbatch of a device waits for no reservation
+        oldest = True
+        for z in held:
+            oldest = oldest and run.b_done[z] >= j
+        if not oldest:  # the oldest microbatch of a device waits for no reservation
             for z in held:
                 room += _coming_reloads(tab, rule, run, z, rule.forward_key[s * tab.m + j], rule.reserve[s])
     if run.level[d] + tab.activation[s] + room > tab.budget[d]:
@@ -84,7 +91,8 @@ def _forward_fits(tab: Tables, rule: Rule, run: State, s: int, j: int) -> bool:
     return may_take(tab, rule, run, s, j, tab.activation[s], True)
 
 
-def _coming_reloads(tab: Tables, rule: Rule, run: State, z: int, key: float, most: int) -> int:
+@compiled
+def _coming_reloads(tab: Tables, rule: Steering, run: State, z: int, key: float, most: int) -> int:
     """Bytes of the next ``most`` reloads of stage ``z``, of those with a smaller key unless all count."""
     total, base = 0, z * tab.m
     for k in range(base + run.b_count[z], base + run.f_count[z]):
@@ -97,8 +105,9 @@ def _coming_reloads(tab: Tables, rule: Rule, run: State, z: int, key: float, mos
     return total
 
 
+@compiled
 def _worth_waiting(
-    tab: Tables, rule: Rule, run: State, d: int, kind: int, s: int, arrival: float, now: float, eps: float
+    tab: Tables, rule: Steering, run: State, d: int, kind: int, s: int, arrival: float, now: float, eps: float
 ) -> bool:
     length = _length(tab, kind, s)
     if arrival < now + length * rule.patience - eps:
@@ -108,6 +117,7 @@ def _worth_waiting(
     return False
 
 
+@compiled
 def _length(tab: Tables, kind: int, s: int) -> float:
     if kind == _B:
         return tab.backward[s]
@@ -116,7 +126,8 @@ def _length(tab: Tables, kind: int, s: int) -> float:
     return tab.fused[s] if kind == _BW else tab.forward[s]
 
 
-def _start(tab: Tables, rule: Rule, run: State, heap: Heap, d: int, kind: int, s: int, now: float) -> None:
+@compiled
+def _start(tab: Tables, rule: Steering, run: State, heap: Heap, d: int, kind: int, s: int, now: float) -> None:
     n, base = tab.S * tab.m, s * tab.m
     end = now + _length(tab, kind, s)
     if kind == _F:
@@ -152,6 +163,7 @@ def _start(tab: Tables, rule: Rule, run: State, heap: Heap, d: int, kind: int, s
     run.busy[d] = end
 
 
+@compiled
 def _announce(tab: Tables, heap: Heap, ready: list[float], s: int, k: int, at: float) -> None:
     """Stage ``s`` knows from now on when its input ``k`` arrives, and is asked again then."""
     ready[k] = at

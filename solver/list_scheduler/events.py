@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from heapq import heappop
+from typing import Any
 
 from optpipe.ops import Kind
+from solver.compiled import COMPILED, column, compiled
 from solver.list_scheduler.compute import start_compute
-from solver.list_scheduler.rule import RECOMPUTE, Rule
+from solver.list_scheduler.rule import RECOMPUTE, Rule, Steering
 from solver.list_scheduler.state import ASK, AWAY, RESIDENT, State, fresh
-from solver.list_scheduler.transfers import Heap, start_transfers
+from solver.list_scheduler.transfers import start_transfers
 from solver.tables import Tables
 
 #: Instants closer than this, as a part of the longest op, are one.
 _EPS = 1e-9
+_F, _B, _W, _BW, _O, _R = (int(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.O, Kind.R))
 
 
 def run(tab: Tables, rule: Rule) -> State | None:
@@ -28,16 +31,40 @@ def run(tab: Tables, rule: Rule) -> State | None:
     """
     if any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)):
         return None
-    n, state = tab.S * tab.m, fresh(tab)
     eps = _EPS * max(map(max, (tab.forward, tab.backward, tab.weight, tab.fused, tab.offload, tab.reload)))
-    moves = [False] * tab.D
+    moves = [0] * tab.D
     for s in range(tab.S):
         moves[tab.device[s]] |= tab.movable[s] > 0
-    heap: Heap = [(0.0, ASK * n + d) for d in range(tab.D)]
-    while heap:
+    state = fresh(tab)
+    _loop(_columns(tab), rule.steering(), state, column(moves, int), eps)
+    if min(state.b_start) < 0:
+        raise AssertionError("the memory rule let a list schedule run into a dead end")
+    return state
+
+
+def _columns(tab: Tables) -> Tables:
+    """The tables as the compiled loop reads them."""
+    if not COMPILED:
+        return tab
+    floats = {"forward", "backward", "weight", "fused", "offload", "reload", "comm"}
+    return tab._replace(
+        **{
+            name: column(value, float if name in floats else int)
+            for name, value in zip(Tables._fields, tab, strict=True)
+            if isinstance(value, list)
+        }
+    )
+
+
+@compiled
+def _loop(tab: Tables, rule: Steering, state: State, moves: Any, eps: float) -> None:
+    """Until nothing happens any more."""
+    n = tab.S * tab.m
+    heap = [(0.0, ASK * n + d) for d in range(tab.D)]
+    while len(heap) > 0:
         now = heap[0][0]
-        awake: list[int] = []
-        while heap and heap[0][0] <= now + eps:
+        awake = [0 for _ in range(0)]
+        while len(heap) > 0 and heap[0][0] <= now + eps:
             kind, k = divmod(heappop(heap)[1], n)
             if kind == ASK:
                 awake.append(k)
@@ -45,42 +72,41 @@ def run(tab: Tables, rule: Rule) -> State | None:
                 _finish(tab, rule, state, kind, k, awake)
         devices = sorted(set(awake)) if len(awake) > 1 else awake
         movers = [d for d in devices if moves[d]]
-        if movers:
+        if len(movers) > 0:
             start_transfers(tab, rule, state, heap, movers, now, eps)
         for d in devices:
             if state.busy[d] <= now + eps:
                 start_compute(tab, rule, state, heap, d, now, eps)
-    if any(start < 0 for start in state.b_start):
-        raise AssertionError("the memory rule let a list schedule run into a dead end")
-    return state
 
 
-def _finish(tab: Tables, rule: Rule, state: State, kind: int, k: int, awake: list[int]) -> None:
+@compiled
+def _finish(tab: Tables, rule: Steering, state: State, kind: int, k: int, awake: list[int]) -> None:
     """Book the end of an op: memory that it gives back, where the activations are now, whom to ask again."""
     s = k // tab.m
     d = tab.device[s]
     freed = lowered = 0
-    if kind == Kind.F:
+    if kind == _F:
         state.phase[k] = RESIDENT
         if rule.treatment[k] == RECOMPUTE:
             state.phase[k] = AWAY
             freed = lowered = tab.dropped[s]
-    elif kind == Kind.B:
+    elif kind == _B:
         state.b_done[s] += 1
         freed, lowered = tab.activation[s] - tab.context[s], tab.activation[s]
-    elif kind == Kind.BW:
+    elif kind == _BW:
         state.b_done[s] += 1
         freed = lowered = tab.activation[s]
-    elif kind == Kind.W:
+    elif kind == _W:
         freed = tab.context[s]
-    elif kind == Kind.O:
+    elif kind == _O:
         state.phase[k] = AWAY
         freed = lowered = tab.movable[s]
     else:  # C, R
         state.phase[k] = RESIDENT
     state.level[d] -= freed
     state.floor[d] -= lowered
-    if kind == Kind.O or kind == Kind.R:
-        awake.extend(tab.peer_list[tab.peer_ptr[d] : tab.peer_ptr[d + 1]])
+    if kind in (_O, _R):
+        for x in range(tab.peer_ptr[d], tab.peer_ptr[d + 1]):
+            awake.append(tab.peer_list[x])
     else:
         awake.append(d)

@@ -11,12 +11,14 @@ It asks for the activations of all stages of a device to fit at once for one mic
 
 from __future__ import annotations
 
-from solver.list_scheduler.rule import RECOMPUTE, Rule
+from solver.compiled import compiled
+from solver.list_scheduler.rule import RECOMPUTE, Steering
 from solver.list_scheduler.state import AWAY, State
 from solver.tables import Tables
 
 
-def may_take(tab: Tables, rule: Rule, run: State, s: int, j: int, amount: int, is_forward: bool) -> bool:
+@compiled
+def may_take(tab: Tables, rule: Steering, run: State, s: int, j: int, amount: int, is_forward: bool) -> bool:
     """Whether stage ``s`` may take ``amount`` bytes for the F (or else the R or C) of microbatch ``j`` now.
 
     Parameters

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from solver.compiled import column
 from solver.tables import Tables
 
 INFINITY = float("inf")
@@ -40,52 +41,42 @@ class State(NamedTuple):
         (D): 1 once the device has run something.
     """
 
-    f_start: list[float]
-    b_start: list[float]
-    w_start: list[float]
-    o_start: list[float]
-    r_start: list[float]
-    c_start: list[float]
-    phase: list[int]
-    f_ready: list[float]
-    b_ready: list[float]
-    f_count: list[int]
-    b_count: list[int]
-    b_done: list[int]
-    w_next: list[int]
-    o_next: list[int]
-    busy: list[float]
-    channel_busy: list[float]
-    level: list[int]
-    floor: list[int]
-    last: list[int]
-    idle: list[float]
-    begun: list[int]
+    f_start: Any
+    b_start: Any
+    w_start: Any
+    o_start: Any
+    r_start: Any
+    c_start: Any
+    phase: Any
+    f_ready: Any
+    b_ready: Any
+    f_count: Any
+    b_count: Any
+    b_done: Any
+    w_next: Any
+    o_next: Any
+    busy: Any
+    channel_busy: Any
+    level: Any
+    floor: Any
+    last: Any
+    idle: Any
+    begun: Any
 
 
 def fresh(tab: Tables) -> State:
-    """Nothing has started; the inputs of stage 0 are there."""
+    """Nothing has started; the inputs of stage 0 are there. Columns as of ``compiled.column``."""
     n, S, D = tab.S * tab.m, tab.S, tab.D
+    counts = {"phase": n, "f_count": S, "b_count": S, "b_done": S, "w_next": S, "o_next": S, "level": D, "floor": D}
+    columns = {name: column([0] * count, int) for name, count in counts.items()}
+    columns |= {name: column([-1.0] * n, float) for name in State._fields if name.endswith("_start")}
     return State(
-        f_start=[-1.0] * n,
-        b_start=[-1.0] * n,
-        w_start=[-1.0] * n,
-        o_start=[-1.0] * n,
-        r_start=[-1.0] * n,
-        c_start=[-1.0] * n,
-        phase=[UNBORN] * n,
-        f_ready=[0.0] * tab.m + [INFINITY] * (n - tab.m),
-        b_ready=[INFINITY] * n,
-        f_count=[0] * S,
-        b_count=[0] * S,
-        b_done=[0] * S,
-        w_next=[0] * S,
-        o_next=[0] * S,
-        busy=[0.0] * D,
-        channel_busy=[0.0] * tab.C,
-        level=[0] * D,
-        floor=[0] * D,
-        last=[1] * D,
-        idle=[0.0] * (D + 1),
-        begun=[0] * D,
+        **columns,
+        f_ready=column([0.0] * tab.m + [INFINITY] * (n - tab.m), float),
+        b_ready=column([INFINITY] * n, float),
+        busy=column([0.0] * D, float),
+        channel_busy=column([0.0] * tab.C, float),
+        last=column([1] * D, int),
+        idle=column([0.0] * (D + 1), float),
+        begun=column([0] * D, int),
     )

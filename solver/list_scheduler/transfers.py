@@ -5,19 +5,23 @@ from __future__ import annotations
 import heapq
 
 from optpipe.ops import Kind
+from solver.compiled import compiled
 from solver.list_scheduler.memory_rule import may_take
-from solver.list_scheduler.rule import OFFLOAD, ON_DEMAND, RECOMPUTE, Rule
+from solver.list_scheduler.rule import OFFLOAD, ON_DEMAND, RECOMPUTE, Steering
 from solver.list_scheduler.state import ASK, AWAY, INFINITY, LEAVING, RESIDENT, RETURNING, State
 from solver.tables import Tables
 
 Heap = list[tuple[float, int]]
 
+_O, _R = int(Kind.O), int(Kind.R)
+
 #: How many of the newest microbatches are looked at for an offload under ``newest_first``.
 _NEWEST = 3
 
 
+@compiled
 def start_transfers(
-    tab: Tables, rule: Rule, run: State, heap: Heap, devices: list[int], now: float, eps: float
+    tab: Tables, rule: Steering, run: State, heap: Heap, devices: list[int], now: float, eps: float
 ) -> None:
     """Start every transfer of ``devices`` whose channels are idle, whose turn it is and, for a reload, that fits."""
     for reloading in (True, False) if rule.reload_first else (False, True):
@@ -26,7 +30,7 @@ def start_transfers(
             if not _channels_idle(tab, run, 2 * d + reloading, now + eps):
                 continue
             choice = _next_reload(tab, rule, run, heap, d, now, eps) if reloading else _next_offload(tab, rule, run, d)
-            if choice is not None:
+            if choice[1] >= 0:
                 found.append(choice)
         if len(found) > 1:
             found.sort()  # where devices share a channel, the smallest key goes first
@@ -35,16 +39,21 @@ def start_transfers(
                 _start(tab, run, heap, s, j, reloading, now)
 
 
+@compiled
 def _channels_idle(tab: Tables, run: State, lane: int, now: float) -> bool:
     first, last = tab.lane_ptr[lane], tab.lane_ptr[lane + 1]
     if first == last:
         return False
-    return all(run.channel_busy[tab.lane_list[c]] <= now for c in range(first, last))
+    idle = True
+    for c in range(first, last):
+        idle = idle and run.channel_busy[tab.lane_list[c]] <= now
+    return idle
 
 
+@compiled
 def _start(tab: Tables, run: State, heap: Heap, s: int, j: int, reloading: bool, now: float) -> None:
     d, k = tab.device[s], s * tab.m + j
-    kind, length = (Kind.R, tab.reload[s]) if reloading else (Kind.O, tab.offload[s])
+    kind, length = (_R, tab.reload[s]) if reloading else (_O, tab.offload[s])
     end = now + length
     lane = 2 * d + reloading
     for c in range(tab.lane_ptr[lane], tab.lane_ptr[lane + 1]):
@@ -55,14 +64,15 @@ def _start(tab: Tables, run: State, heap: Heap, s: int, j: int, reloading: bool,
         run.floor[d] += tab.movable[s]
     else:
         run.o_start[k], run.phase[k] = now, LEAVING
-    heapq.heappush(heap, (end, int(kind) * tab.S * tab.m + k))
+    heapq.heappush(heap, (end, kind * tab.S * tab.m + k))
 
 
+@compiled
 def _next_reload(
-    tab: Tables, rule: Rule, run: State, heap: Heap, d: int, now: float, eps: float
-) -> tuple[float, int, int] | None:
-    """(key, stage, microbatch) of the reload to start on device ``d``; a reload that is too early wakes it later."""
-    best, choice = INFINITY, None
+    tab: Tables, rule: Steering, run: State, heap: Heap, d: int, now: float, eps: float
+) -> tuple[float, int, int]:
+    """(key, stage, microbatch) of the reload to start on device ``d``; stage -1: none. One too early wakes it later."""
+    best, choice = INFINITY, (INFINITY, -1, -1)
     for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
         s = tab.stage_list[x]
         if tab.movable[s] <= 0:
@@ -82,9 +92,10 @@ def _next_reload(
     return choice
 
 
-def _next_offload(tab: Tables, rule: Rule, run: State, d: int) -> tuple[float, int, int] | None:
-    """(start of F, stage, microbatch) of the offload to start on device ``d``."""
-    best, choice = INFINITY, None
+@compiled
+def _next_offload(tab: Tables, rule: Steering, run: State, d: int) -> tuple[float, int, int]:
+    """(start of F, stage, microbatch) of the offload to start on device ``d``; stage -1: none."""
+    best, choice = INFINITY, (INFINITY, -1, -1)
     for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
         s = tab.stage_list[x]
         if tab.movable[s] <= 0:
