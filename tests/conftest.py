@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A test states what is right, not how soon: machines are shared, and compiled code takes its time at the first call.
-settings.register_profile("optpipe", deadline=None)
-settings.load_profile("optpipe")
-
 # One thread a process: results do not depend on the machine, and ranks do not fight over its cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -19,6 +15,10 @@ from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.timing import earliest
+
+# A test states what is right, not how soon: machines are shared, and compiled code takes its time at the first call.
+settings.register_profile("optpipe", deadline=None)
+settings.load_profile("optpipe")
 
 DATA = Path(__file__).parent / "data"
 
