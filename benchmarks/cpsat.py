@@ -1,0 +1,338 @@
+"""The same problems for OR-tools CP-SAT, as a yardstick (`pip install ortools`, or the extra `bench`).
+
+    python benchmarks/cpsat.py unit-s4-m8-memS2-off1 --seconds 10
+
+The model has all that the solver may use: B and W or one BW, whole offloads, recomputation, memory, shared channels.
+Times are integers: exact where a small factor makes them so, else rounded to a thousandth of the mean op. The order
+that CP-SAT finds is timed again by `optpipe.timing` and checked by `optpipe.verify`, so that rounding costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `solver` is the package, not the file beside this one
+
+from ortools.sat.python import cp_model
+
+from optpipe.ops import Kind, Op, Ops
+from optpipe.problem import Problem
+from optpipe.timing import earliest
+from optpipe.verify import verify
+from solver.list_scheduler import backward_first, list_schedule
+from solver.tables import NO_LIMIT, Tables, least_work, paths, tables
+
+#: Factors that may make times whole numbers, tried in this order.
+_FACTORS = (1, 2, 4, 5, 10, 20, 40, 50, 100, 200, 400, 500, 1000)
+
+Cell = tuple[int, int]
+
+
+@dataclass
+class Model:
+    """A CP-SAT model and its variables, by (stage, microbatch).
+
+    ``unit``: ticks a millisecond. ``start``: start ticks by op. ``ended``: end of B or BW. ``moved``, ``again``,
+    ``fused``: whether the cell is offloaded, recomputed, has one BW; absent where it is not possible.
+    """
+
+    cp: cp_model.CpModel
+    tab: Tables
+    unit: float
+    horizon: int
+    start: dict[tuple[Kind, int, int], cp_model.IntVar] = field(default_factory=dict)
+    moved: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
+    again: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
+    fused: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
+    ended: dict[Cell, Any] = field(default_factory=dict)
+    compute: dict[int, list[Any]] = field(default_factory=dict)
+    carried: dict[int, list[Any]] = field(default_factory=dict)
+    held: dict[int, list[tuple[Any, int]]] = field(default_factory=dict)
+
+    def ticks(self, ms: float) -> int:
+        return round(ms * self.unit)
+
+    def new_start(self, kind: Kind, cell: Cell, earliest_tick: int = 0) -> cp_model.IntVar:
+        variable = self.cp.NewIntVar(earliest_tick, self.horizon, f"{kind.name}{cell}")
+        self.start[kind, *cell] = variable
+        return variable
+
+
+def ticks_a_millisecond(tab: Tables) -> float:
+    """The factor that makes all times whole, or else a thousandth of the mean op one tick."""
+    times = [
+        t
+        for column in (tab.forward, tab.backward, tab.weight, tab.fused, tab.offload, tab.reload, tab.comm)
+        for t in column
+    ]
+    for factor in _FACTORS:
+        if all(abs(t * factor - round(t * factor)) < 1e-6 for t in times):
+            return float(factor)
+    used = [t for t in tab.forward + tab.backward + tab.weight if t > 0]
+    return 1000.0 * len(used) / sum(used)
+
+
+def build(problem: Problem, *, hint: bool = False) -> Model:
+    """The model. The horizon is the makespan of the plainest list schedule; with ``hint`` CP-SAT begins from that."""
+    tab = tables(problem)
+    unit = ticks_a_millisecond(tab)
+    start = list_schedule(problem, backward_first(tab, paths(tab), max(least_work(tab))))
+    one_by_one = sum(sum(column) for column in (tab.forward, tab.forward, tab.backward, tab.weight, tab.comm, tab.comm))
+    latest = tab.m * (one_by_one + sum(tab.offload) + sum(tab.reload)) if start is None else float(start.end.max())
+    # Rounding may make the ops of the start longer, by half a tick each.
+    slack = 0 if all(float(t * unit).is_integer() for t in tab.forward + tab.backward) else tab.m * tab.S * 5
+    model = Model(cp_model.CpModel(), tab, unit, math.ceil(latest * unit) + slack)
+    for s in range(tab.S):
+        for j in range(tab.m):
+            _add_cell(model, (s, j))
+    _add_data(model)
+    _add_resources(model)
+    makespan = model.cp.NewIntVar(0, model.horizon, "makespan")
+    for (kind, s, j), variable in model.start.items():
+        if kind == Kind.W:
+            model.cp.Add(makespan >= variable + model.ticks(tab.weight[s]))
+        elif kind == Kind.B:
+            model.cp.Add(makespan >= variable + _backward_ticks(model, (s, j)))
+    model.cp.Minimize(makespan)
+    if hint and start is not None:
+        _hint(model, start)
+    return model
+
+
+def _backward_ticks(model: Model, cell: Cell) -> Any:
+    split, one = model.ticks(model.tab.backward[cell[0]]), model.ticks(model.tab.fused[cell[0]])
+    return split if cell not in model.fused else split + (one - split) * model.fused[cell]
+
+
+def _add_cell(model: Model, cell: Cell) -> None:
+    """The ops of one stage and microbatch, on their device and channels, and what they hold."""
+    tab, cp, (s, _) = model.tab, model.cp, cell
+    d = tab.device[s]
+    compute = model.compute.setdefault(d, [])
+    forward, backward, weight = (model.new_start(kind, cell) for kind in (Kind.F, Kind.B, Kind.W))
+    f, w = model.ticks(tab.forward[s]), model.ticks(tab.weight[s])
+    if tab.fused[s] < tab.backward[s] + tab.weight[s]:
+        model.fused[cell] = cp.NewBoolVar(f"fused{cell}")
+    length = _backward_ticks(model, cell)
+    compute.append(cp.NewFixedSizeIntervalVar(forward, f, ""))
+    if cell in model.fused:
+        model.ended[cell] = cp.NewIntVar(0, model.horizon, f"ended{cell}")
+        compute.append(cp.NewIntervalVar(backward, length, model.ended[cell], ""))
+        compute.append(cp.NewOptionalFixedSizeIntervalVar(weight, w, model.fused[cell].Not(), ""))
+        cp.Add(weight >= backward + length).OnlyEnforceIf(model.fused[cell].Not())
+        cp.Add(weight + w == backward + length).OnlyEnforceIf(model.fused[cell])
+    else:
+        model.ended[cell] = backward + length
+        compute.append(cp.NewFixedSizeIntervalVar(backward, length, ""))
+        compute.append(cp.NewFixedSizeIntervalVar(weight, w, ""))
+        cp.Add(weight >= backward + length)
+    limited = tab.budget[d] < tab.whole[d] * tab.m
+    if limited and tab.movable[s] > 0:
+        _add_transfers(model, cell)
+    if limited and tab.dropped[s] > 0:
+        _add_recompute(model, cell)
+    if limited:
+        _add_memory(model, cell)
+
+
+def _add_transfers(model: Model, cell: Cell) -> None:
+    tab, cp, (s, _) = model.tab, model.cp, cell
+    moved = model.moved[cell] = cp.NewBoolVar(f"moved{cell}")
+    out, back = model.new_start(Kind.O, cell), model.new_start(Kind.R, cell)
+    o, r = model.ticks(tab.offload[s]), model.ticks(tab.reload[s])
+    cp.Add(out >= model.start[Kind.F, *cell] + model.ticks(tab.forward[s])).OnlyEnforceIf(moved)
+    cp.Add(back >= out + o).OnlyEnforceIf(moved)
+    cp.Add(model.start[Kind.B, *cell] >= back + r).OnlyEnforceIf(moved)
+    cp.Add(out == model.start[Kind.F, *cell]).OnlyEnforceIf(moved.Not())
+    cp.Add(back == out).OnlyEnforceIf(moved.Not())
+    for way, (variable, length) in enumerate(((out, o), (back, r))):
+        lane = 2 * tab.device[s] + way
+        for channel in tab.lane_list[tab.lane_ptr[lane] : tab.lane_ptr[lane + 1]]:
+            interval = cp.NewOptionalFixedSizeIntervalVar(variable, length, moved, "")
+            model.carried.setdefault(channel, []).append(interval)
+
+
+def _add_recompute(model: Model, cell: Cell) -> None:
+    tab, cp, (s, _) = model.tab, model.cp, cell
+    again = model.again[cell] = cp.NewBoolVar(f"again{cell}")
+    start, f = model.new_start(Kind.C, cell), model.ticks(tab.forward[s])
+    cp.Add(start >= model.start[Kind.F, *cell] + f).OnlyEnforceIf(again)
+    cp.Add(model.start[Kind.B, *cell] >= start + f).OnlyEnforceIf(again)
+    model.compute[tab.device[s]].append(cp.NewOptionalFixedSizeIntervalVar(start, f, again, ""))
+
+
+def _add_memory(model: Model, cell: Cell) -> None:
+    """What a cell holds: all of it until B ends, less while a part is away; then the context until W ends."""
+    tab, cp, (s, _) = model.tab, model.cp, cell
+    begin, end, size = model.start[Kind.F, *cell], model.ended[cell], tab.activation[s]
+    moved, again = model.moved.get(cell), model.again.get(cell)
+    choices = [choice for choice in (moved, again) if choice is not None]
+    if len(choices) == 2:
+        stays = cp.NewBoolVar("")
+        cp.AddExactlyOne([stays, *choices])
+    else:
+        stays = choices[0].Not() if choices else None
+    _hold(model, s, begin, end, size, stays)
+    if moved is not None:
+        gone, back = model.start[Kind.O, *cell] + model.ticks(tab.offload[s]), model.start[Kind.R, *cell]
+        _hold(model, s, begin, gone, size, moved)
+        _hold(model, s, gone, back, size - tab.movable[s], moved)
+        _hold(model, s, back, end, size, moved)
+    if again is not None:
+        ran, back = begin + model.ticks(tab.forward[s]), model.start[Kind.C, *cell]
+        _hold(model, s, begin, ran, size, again)
+        _hold(model, s, ran, back, size - tab.dropped[s], again)
+        _hold(model, s, back, end, size, again)
+    _hold(model, s, end, model.start[Kind.W, *cell] + model.ticks(tab.weight[s]), tab.context[s])
+
+
+def _hold(model: Model, s: int, start: Any, end: Any, size: int, when: Any = None) -> None:
+    """The stage's device holds so many bytes from start to end (if ``when`` is true)."""
+    if size <= 0:
+        return
+    length = model.cp.NewIntVar(0, model.horizon, "")
+    if when is None:
+        interval = model.cp.NewIntervalVar(start, length, end, "")
+    else:
+        interval = model.cp.NewOptionalIntervalVar(start, length, end, when, "")
+    model.held.setdefault(model.tab.device[s], []).append((interval, size))
+
+
+def _add_data(model: Model) -> None:
+    """What each op comes after; and, since microbatches are alike, one order of them for each kind and stage."""
+    tab, cp = model.tab, model.cp
+    times = {Kind.F: tab.forward, Kind.B: tab.backward, Kind.W: tab.weight}
+    lengths = {kind: [model.ticks(t) for t in column] for kind, column in times.items()}
+    for (kind, s, j), variable in model.start.items():
+        if kind == Kind.F and s:
+            cp.Add(
+                variable
+                >= model.start[Kind.F, s - 1, j] + model.ticks(tab.forward[s - 1]) + model.ticks(tab.comm[s - 1])
+            )
+        elif kind == Kind.B:
+            if s + 1 < tab.S:
+                above = model.start[Kind.B, s + 1, j] + _backward_ticks(model, (s + 1, j))
+                cp.Add(variable >= above + model.ticks(tab.comm[s]))
+            else:
+                cp.Add(variable >= model.start[Kind.F, s, j] + model.ticks(tab.forward[s]))
+        if j and kind in lengths:
+            before = model.start[kind, s, j - 1]
+            cp.Add(variable >= before + (lengths[kind][s] if (s, j) not in model.fused else 0))
+
+
+def _add_resources(model: Model) -> None:
+    for intervals in (*model.compute.values(), *model.carried.values()):
+        model.cp.AddNoOverlap(intervals)
+    for d, held in model.held.items():
+        budget = model.tab.budget[d]
+        common = reduce(math.gcd, (size for _, size in held))
+        if budget < NO_LIMIT:
+            model.cp.AddCumulative([i for i, _ in held], [size // common for _, size in held], budget // common)
+
+
+def _hint(model: Model, start: Ops) -> None:
+    there = {(op.kind, op.stage, op.microbatch): op.start for op in start}
+    for (kind, s, j), variable in model.start.items():
+        begin = there.get((kind, s, j))
+        if begin is None and kind == Kind.B:
+            begin = there.get((Kind.BW, s, j))
+        if begin is not None:
+            model.cp.AddHint(variable, model.ticks(begin))
+    for kind, choices in ((Kind.O, model.moved), (Kind.C, model.again), (Kind.BW, model.fused)):
+        for (s, j), choice in choices.items():
+            model.cp.AddHint(choice, (kind, s, j) in there)
+
+
+def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
+    """The ops of a solution, in ticks; ``earliest`` gives them their times."""
+    tab = model.tab
+
+    def is_on(choices: dict[Cell, cp_model.IntVar], cell: Cell) -> bool:
+        return cell in choices and bool(solved.Value(choices[cell]))
+
+    lengths = {Kind.F: tab.forward, Kind.B: tab.backward, Kind.W: tab.weight, Kind.BW: tab.fused}
+    lengths |= {Kind.O: tab.offload, Kind.R: tab.reload, Kind.C: tab.forward}
+    for (kind, s, j), variable in model.start.items():
+        cell = (s, j)
+        if kind == Kind.W and is_on(model.fused, cell):
+            continue
+        if kind in (Kind.O, Kind.R) and not is_on(model.moved, cell):
+            continue
+        if kind == Kind.C and not is_on(model.again, cell):
+            continue
+        what = Kind.BW if kind == Kind.B and is_on(model.fused, cell) else kind
+        begin = solved.Value(variable)
+        yield Op(what, s, j, float(begin), float(begin + model.ticks(lengths[what][s])))
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What CP-SAT found: a valid schedule or None, the model's bound in ms, its status, seconds with building."""
+
+    ops: Ops | None
+    bound_ms: float
+    status: str
+    seconds: float
+
+
+def solve_with_cpsat(
+    problem: Problem, seconds: float, threads: int = 2, seed: int = 0, *, from_start: bool = False
+) -> Solved:
+    """Solve a problem with CP-SAT.
+
+    Parameters
+    ----------
+    problem
+        The problem.
+    seconds
+        Time limit, with building the model.
+    threads
+        Workers.
+    seed
+        Random seed.
+    from_start
+        Give it the plainest list schedule as a hint.
+    """
+    begin = time.perf_counter()
+    model = build(problem, hint=from_start)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = threads
+    solver.parameters.random_seed = seed
+    solver.parameters.cp_model_probing_level = 0  # probing takes longer than the limit from 8 microbatches on
+    solver.parameters.max_presolve_iterations = 1
+    solver.parameters.max_time_in_seconds = max(0.1, seconds - (time.perf_counter() - begin))
+    status = solver.Solve(model.cp)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    ops = None
+    if found:
+        ops = earliest(problem, Ops.of(_ops(model, solver)))
+        if violations := verify(problem, ops):
+            raise AssertionError(f"the model allows what the rules do not: {violations[0]}")
+    bound = solver.BestObjectiveBound() / model.unit
+    return Solved(ops, bound, solver.StatusName(status).lower(), time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("instances", nargs="+", help="names of problems in benchmarks/instances")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--start", action="store_true", help="begin from the plainest list schedule")
+    given = parser.parse_args()
+    for name in given.instances:
+        problem = Problem.read(Path(__file__).parent / "instances" / f"{name}.json")
+        found = solve_with_cpsat(problem, given.seconds, given.threads, from_start=given.start)
+        makespan = "no schedule" if found.ops is None else f"{found.ops.end.max():.3f} ms"
+        print(f"{name}: {makespan}, bound {found.bound_ms:.3f} ms, {found.status}, {found.seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
