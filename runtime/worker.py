@@ -130,6 +130,10 @@ def main() -> None:
     # All reach this point or none: whoever leaves early closes the others' connections under their last messages.
     gather.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: a thread that is still inside torch then would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
