@@ -149,7 +149,9 @@ def test_a_device_too_small_for_its_weights_says_what_is_needed(tmp_path: Path) 
         config.budgets([95, 120])
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.name
+)
 def test_the_example_configs_are_right(path: Path) -> None:
     config = Config.read(path)
     assert config.gpt.num_layers >= config.pipeline.num_stages

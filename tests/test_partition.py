@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from runtime import partition
 def best_by_trying_all(costs: list[float], stage_devices: list[int]) -> float:
     stages, layers = len(stage_devices), len(costs)
     edges = ([0, *cuts, layers] for cuts in combinations(range(1, layers), stages - 1))
-    return min(partition.load(costs, [b - a for a, b in zip(e, e[1:], strict=False)], stage_devices) for e in edges)
+    return min(partition.load(costs, [b - a for a, b in pairwise(e)], stage_devices) for e in edges)
 
 
 def placements(stages: int) -> list[list[int]]:
