@@ -61,7 +61,7 @@ class Model:
         return round(ms * self.unit)
 
     def new_start(self, kind: Kind, cell: Cell, earliest_tick: int = 0) -> cp_model.IntVar:
-        variable = self.cp.NewIntVar(earliest_tick, self.horizon, f"{kind.name}{cell}")
+        variable = self.cp.new_int_var(earliest_tick, self.horizon, f"{kind.name}{cell}")
         self.start[kind, *cell] = variable
         return variable
 
@@ -95,13 +95,13 @@ def build(problem: Problem, *, hint: bool = False) -> Model:
             _add_cell(model, (s, j))
     _add_data(model)
     _add_resources(model)
-    makespan = model.cp.NewIntVar(0, model.horizon, "makespan")
+    makespan = model.cp.new_int_var(0, model.horizon, "makespan")
     for (kind, s, j), variable in model.start.items():
         if kind == Kind.W:
-            model.cp.Add(makespan >= variable + model.ticks(tab.weight[s]))
+            model.cp.add(makespan >= variable + model.ticks(tab.weight[s]))
         elif kind == Kind.B:
-            model.cp.Add(makespan >= variable + _backward_ticks(model, (s, j)))
-    model.cp.Minimize(makespan)
+            model.cp.add(makespan >= variable + _backward_ticks(model, (s, j)))
+    model.cp.minimize(makespan)
     if hint and start is not None:
         _hint(model, start)
     return model
@@ -120,20 +120,20 @@ def _add_cell(model: Model, cell: Cell) -> None:
     forward, backward, weight = (model.new_start(kind, cell) for kind in (Kind.F, Kind.B, Kind.W))
     f, w = model.ticks(tab.forward[s]), model.ticks(tab.weight[s])
     if tab.fused[s] < tab.backward[s] + tab.weight[s]:
-        model.fused[cell] = cp.NewBoolVar(f"fused{cell}")
+        model.fused[cell] = cp.new_bool_var(f"fused{cell}")
     length = _backward_ticks(model, cell)
-    compute.append(cp.NewFixedSizeIntervalVar(forward, f, ""))
+    compute.append(cp.new_fixed_size_interval_var(forward, f, ""))
     if cell in model.fused:
-        model.ended[cell] = cp.NewIntVar(0, model.horizon, f"ended{cell}")
-        compute.append(cp.NewIntervalVar(backward, length, model.ended[cell], ""))
-        compute.append(cp.NewOptionalFixedSizeIntervalVar(weight, w, model.fused[cell].Not(), ""))
-        cp.Add(weight >= backward + length).OnlyEnforceIf(model.fused[cell].Not())
-        cp.Add(weight + w == backward + length).OnlyEnforceIf(model.fused[cell])
+        model.ended[cell] = cp.new_int_var(0, model.horizon, f"ended{cell}")
+        compute.append(cp.new_interval_var(backward, length, model.ended[cell], ""))
+        compute.append(cp.new_optional_fixed_size_interval_var(weight, w, model.fused[cell].negated(), ""))
+        cp.add(weight >= backward + length).only_enforce_if(model.fused[cell].negated())
+        cp.add(weight + w == backward + length).only_enforce_if(model.fused[cell])
     else:
         model.ended[cell] = backward + length
-        compute.append(cp.NewFixedSizeIntervalVar(backward, length, ""))
-        compute.append(cp.NewFixedSizeIntervalVar(weight, w, ""))
-        cp.Add(weight >= backward + length)
+        compute.append(cp.new_fixed_size_interval_var(backward, length, ""))
+        compute.append(cp.new_fixed_size_interval_var(weight, w, ""))
+        cp.add(weight >= backward + length)
     limited = tab.budget[d] < tab.whole[d] * tab.m
     if limited and tab.movable[s] > 0:
         _add_transfers(model, cell)
@@ -145,28 +145,28 @@ def _add_cell(model: Model, cell: Cell) -> None:
 
 def _add_transfers(model: Model, cell: Cell) -> None:
     tab, cp, (s, _) = model.tab, model.cp, cell
-    moved = model.moved[cell] = cp.NewBoolVar(f"moved{cell}")
+    moved = model.moved[cell] = cp.new_bool_var(f"moved{cell}")
     out, back = model.new_start(Kind.O, cell), model.new_start(Kind.R, cell)
     o, r = model.ticks(tab.offload[s]), model.ticks(tab.reload[s])
-    cp.Add(out >= model.start[Kind.F, *cell] + model.ticks(tab.forward[s])).OnlyEnforceIf(moved)
-    cp.Add(back >= out + o).OnlyEnforceIf(moved)
-    cp.Add(model.start[Kind.B, *cell] >= back + r).OnlyEnforceIf(moved)
-    cp.Add(out == model.start[Kind.F, *cell]).OnlyEnforceIf(moved.Not())
-    cp.Add(back == out).OnlyEnforceIf(moved.Not())
+    cp.add(out >= model.start[Kind.F, *cell] + model.ticks(tab.forward[s])).only_enforce_if(moved)
+    cp.add(back >= out + o).only_enforce_if(moved)
+    cp.add(model.start[Kind.B, *cell] >= back + r).only_enforce_if(moved)
+    cp.add(out == model.start[Kind.F, *cell]).only_enforce_if(moved.negated())
+    cp.add(back == out).only_enforce_if(moved.negated())
     for way, (variable, length) in enumerate(((out, o), (back, r))):
         lane = 2 * tab.device[s] + way
         for channel in tab.lane_list[tab.lane_ptr[lane] : tab.lane_ptr[lane + 1]]:
-            interval = cp.NewOptionalFixedSizeIntervalVar(variable, length, moved, "")
+            interval = cp.new_optional_fixed_size_interval_var(variable, length, moved, "")
             model.carried.setdefault(channel, []).append(interval)
 
 
 def _add_recompute(model: Model, cell: Cell) -> None:
     tab, cp, (s, _) = model.tab, model.cp, cell
-    again = model.again[cell] = cp.NewBoolVar(f"again{cell}")
+    again = model.again[cell] = cp.new_bool_var(f"again{cell}")
     start, f = model.new_start(Kind.C, cell), model.ticks(tab.forward[s])
-    cp.Add(start >= model.start[Kind.F, *cell] + f).OnlyEnforceIf(again)
-    cp.Add(model.start[Kind.B, *cell] >= start + f).OnlyEnforceIf(again)
-    model.compute[tab.device[s]].append(cp.NewOptionalFixedSizeIntervalVar(start, f, again, ""))
+    cp.add(start >= model.start[Kind.F, *cell] + f).only_enforce_if(again)
+    cp.add(model.start[Kind.B, *cell] >= start + f).only_enforce_if(again)
+    model.compute[tab.device[s]].append(cp.new_optional_fixed_size_interval_var(start, f, again, ""))
 
 
 def _add_memory(model: Model, cell: Cell) -> None:
@@ -175,11 +175,12 @@ def _add_memory(model: Model, cell: Cell) -> None:
     begin, end, size = model.start[Kind.F, *cell], model.ended[cell], tab.activation[s]
     moved, again = model.moved.get(cell), model.again.get(cell)
     choices = [choice for choice in (moved, again) if choice is not None]
+    stays: Any = None
     if len(choices) == 2:
-        stays = cp.NewBoolVar("")
-        cp.AddExactlyOne([stays, *choices])
-    else:
-        stays = choices[0].Not() if choices else None
+        stays = cp.new_bool_var("")
+        cp.add_exactly_one([stays, *choices])
+    elif choices:
+        stays = choices[0].negated()
     _hold(model, s, begin, end, size, stays)
     if moved is not None:
         gone, back = model.start[Kind.O, *cell] + model.ticks(tab.offload[s]), model.start[Kind.R, *cell]
@@ -198,11 +199,11 @@ def _hold(model: Model, s: int, start: Any, end: Any, size: int, when: Any = Non
     """The stage's device holds so many bytes from start to end (if ``when`` is true)."""
     if size <= 0:
         return
-    length = model.cp.NewIntVar(0, model.horizon, "")
+    length = model.cp.new_int_var(0, model.horizon, "")
     if when is None:
-        interval = model.cp.NewIntervalVar(start, length, end, "")
+        interval = model.cp.new_interval_var(start, length, end, "")
     else:
-        interval = model.cp.NewOptionalIntervalVar(start, length, end, when, "")
+        interval = model.cp.new_optional_interval_var(start, length, end, when, "")
     model.held.setdefault(model.tab.device[s], []).append((interval, size))
 
 
@@ -213,29 +214,29 @@ def _add_data(model: Model) -> None:
     lengths = {kind: [model.ticks(t) for t in column] for kind, column in times.items()}
     for (kind, s, j), variable in model.start.items():
         if kind == Kind.F and s:
-            cp.Add(
+            cp.add(
                 variable
                 >= model.start[Kind.F, s - 1, j] + model.ticks(tab.forward[s - 1]) + model.ticks(tab.comm[s - 1])
             )
         elif kind == Kind.B:
             if s + 1 < tab.S:
                 above = model.start[Kind.B, s + 1, j] + _backward_ticks(model, (s + 1, j))
-                cp.Add(variable >= above + model.ticks(tab.comm[s]))
+                cp.add(variable >= above + model.ticks(tab.comm[s]))
             else:
-                cp.Add(variable >= model.start[Kind.F, s, j] + model.ticks(tab.forward[s]))
+                cp.add(variable >= model.start[Kind.F, s, j] + model.ticks(tab.forward[s]))
         if j and kind in lengths:
             before = model.start[kind, s, j - 1]
-            cp.Add(variable >= before + (lengths[kind][s] if (s, j) not in model.fused else 0))
+            cp.add(variable >= before + (lengths[kind][s] if (s, j) not in model.fused else 0))
 
 
 def _add_resources(model: Model) -> None:
     for intervals in (*model.compute.values(), *model.carried.values()):
-        model.cp.AddNoOverlap(intervals)
+        model.cp.add_no_overlap(intervals)
     for d, held in model.held.items():
         budget = model.tab.budget[d]
         common = reduce(math.gcd, (size for _, size in held))
         if budget < NO_LIMIT:
-            model.cp.AddCumulative([i for i, _ in held], [size // common for _, size in held], budget // common)
+            model.cp.add_cumulative([i for i, _ in held], [size // common for _, size in held], budget // common)
 
 
 def _hint(model: Model, start: Ops) -> None:
@@ -245,10 +246,10 @@ def _hint(model: Model, start: Ops) -> None:
         if begin is None and kind == Kind.B:
             begin = there.get((Kind.BW, s, j))
         if begin is not None:
-            model.cp.AddHint(variable, model.ticks(begin))
+            model.cp.add_hint(variable, model.ticks(begin))
     for kind, choices in ((Kind.O, model.moved), (Kind.C, model.again), (Kind.BW, model.fused)):
         for (s, j), choice in choices.items():
-            model.cp.AddHint(choice, (kind, s, j) in there)
+            model.cp.add_hint(choice, (kind, s, j) in there)
 
 
 def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
@@ -256,7 +257,7 @@ def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
     tab = model.tab
 
     def is_on(choices: dict[Cell, cp_model.IntVar], cell: Cell) -> bool:
-        return cell in choices and bool(solved.Value(choices[cell]))
+        return cell in choices and bool(solved.value(choices[cell]))
 
     lengths = {Kind.F: tab.forward, Kind.B: tab.backward, Kind.W: tab.weight, Kind.BW: tab.fused}
     lengths |= {Kind.O: tab.offload, Kind.R: tab.reload, Kind.C: tab.forward}
@@ -269,7 +270,7 @@ def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
         if kind == Kind.C and not is_on(model.again, cell):
             continue
         what = Kind.BW if kind == Kind.B and is_on(model.fused, cell) else kind
-        begin = solved.Value(variable)
+        begin = solved.value(variable)
         yield Op(what, s, j, float(begin), float(begin + model.ticks(lengths[what][s])))
 
 
@@ -309,15 +310,15 @@ def solve_with_cpsat(
     solver.parameters.cp_model_probing_level = 0  # probing takes longer than the limit from 8 microbatches on
     solver.parameters.max_presolve_iterations = 1
     solver.parameters.max_time_in_seconds = max(0.1, seconds - (time.perf_counter() - begin))
-    status = solver.Solve(model.cp)
+    status = solver.solve(model.cp)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     ops = None
     if found:
         ops = earliest(problem, Ops.of(_ops(model, solver)))
         if violations := verify(problem, ops):
             raise AssertionError(f"the model allows what the rules do not: {violations[0]}")
-    bound = solver.BestObjectiveBound() / model.unit
-    return Solved(ops, bound, solver.StatusName(status).lower(), time.perf_counter() - begin)
+    bound = solver.best_objective_bound / model.unit
+    return Solved(ops, bound, solver.status_name(status).lower(), time.perf_counter() - begin)
 
 
 def main() -> None:

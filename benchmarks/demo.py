@@ -20,6 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `solver` is the package, not the script beside this
+
 from optpipe import metrics
 from optpipe.errors import Infeasible
 from optpipe.ops import Kind
