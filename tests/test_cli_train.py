@@ -11,19 +11,10 @@ from click.testing import CliRunner, Result
 from cli import main
 from optpipe.profile import Profile
 from optpipe.task import read_task
-from tests.conftest import plan_in_order
+from tests.conftest import DATA, plan_in_order
 
 MICROBATCHES = 3
-CONFIG = f"""
-name: smallest
-model: {{layers: 2, width: 16, heads: 2, context: 16}}
-data: {{max_bytes: 100000}}
-batch: {{microbatches: {MICROBATCHES}, microbatch_size: 2}}
-pipeline: {{devices: 2}}
-device: cpu
-train: {{steps: 3, checkpoint: weights, metrics: metrics.jsonl}}
-measure: {{warmup: 0, iterations: 1}}
-"""
+CONFIG = (DATA / "tiny-config.yaml").read_text()
 ONE_AFTER_ANOTHER = " ".join(f"F(0,{j}) F(1,{j}) B(1,{j}) W(1,{j}) B(0,{j}) W(0,{j})" for j in range(MICROBATCHES))
 
 
