@@ -158,14 +158,29 @@ class Results:
             stream.write(json.dumps(row) + "\n")
 
 
-def run(trial: Trial, problem: Problem) -> Row:
-    """Measure a trial in a fresh process (see ``benchmarks.trial``); ``error`` in the result where it failed."""
+def run(trial: Trial, problem: Problem, plan_file: Path | None = None) -> Row:
+    """Measure a trial in a fresh process (see ``benchmarks.trial``), with a schedule cache that is empty.
+
+    Parameters
+    ----------
+    trial, problem
+        What is measured.
+    plan_file
+        Where the plan goes; default: nowhere.
+
+    Returns
+    -------
+    dict
+        What the trial printed; ``error`` where it failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         problem_file = Path(folder) / "problem.json"
         problem_file.write_text(json.dumps(problem.to_json()), encoding="utf-8")
-        asked = {**asdict(trial), "problem": str(problem_file), "plan": str(Path(folder) / "plan.json")}
+        plan = (plan_file or Path(folder) / "plan.json").resolve()
+        asked = {**asdict(trial), "problem": str(problem_file), "plan": str(plan)}
         limit = 1.5 * trial.seconds + _GRACE
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(trial.threads)}
+        environment["OPTPIPE_CACHE"] = str(Path(folder) / "cache")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.trial"],
