@@ -13,7 +13,9 @@ from solver.schedules.errors import DoesNotApply
 from solver.schedules.gpipe import gpipe, gpipe_recompute
 from solver.schedules.one_f_one_b import one_f_one_b
 from solver.schedules.sequential import sequential
+from solver.schedules.v_pattern import v_half, v_min
 from solver.schedules.zero_bubble import zero_bubble
+from solver.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = ["SCHEDULES", "DoesNotApply", "Generator"]
 
@@ -26,4 +28,7 @@ SCHEDULES: dict[str, Generator] = {
     "gpipe-recompute": gpipe_recompute,
     "1f1b": one_f_one_b,
     "zero-bubble": zero_bubble,
+    "zb-v": zero_bubble_v,
+    "v-half": v_half,
+    "v-min": v_min,
 }
