@@ -165,8 +165,11 @@ def test_interrupted_it_keeps_the_best_plan(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "cli", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(6)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    try:
+        time.sleep(6)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 0, said
     assert verify_plan(Plan.read(tmp_path / "plan.json")) == []
