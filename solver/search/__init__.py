@@ -1,8 +1,9 @@
-"""Search around the list scheduler: over rules, then around the best schedule."""
+"""Search around the list scheduler: over policies, over what single stages want, around the best schedule."""
 
 from __future__ import annotations
 
 from solver.search.around import search_around
 from solver.search.rules import search_rules
+from solver.search.stages import search_stages
 
-__all__ = ["search_around", "search_rules"]
+__all__ = ["search_around", "search_rules", "search_stages"]

@@ -7,56 +7,69 @@ time or on a few devices, and with a few microbatches more or fewer offloaded, i
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from optpipe import metrics, semantics
-from optpipe.ops import Kind, Ops
+from optpipe import semantics
+from optpipe.ops import Floats, Kind, Ops
 from optpipe.problem import Problem
 from solver.incumbent import SAME, Incumbent
-from solver.list_scheduler import KEEP, OFFLOAD, RECOMPUTE, UNBOUNDED, Rule, run, to_ops
-from solver.tables import Tables, tables
+from solver.list_scheduler import KEEP, OFFLOAD, RECOMPUTE, UNBOUNDED, Rule, State, run, to_ops
+from solver.search.score import score
+from solver.tables import Tables, tables, with_parts
+
+_Grid = npt.NDArray[Any]
 
 
-class _Keys(NamedTuple):
-    """Start times per (stage, microbatch) as arrays (S, m), and what becomes of the activations."""
+class Keys(NamedTuple):
+    """Start times per (stage, microbatch) as arrays (S, m), what becomes of the activations, and per stage the part of
+    the offloadable bytes that a transfer moves."""
 
-    forward: np.ndarray
-    backward: np.ndarray
-    weight: np.ndarray
-    reload: np.ndarray
-    treatment: np.ndarray
-    fused: np.ndarray
+    forward: Floats
+    backward: Floats
+    weight: Floats
+    reload: Floats
+    treatment: _Grid
+    fused: _Grid
+    part: tuple[float, ...]
 
 
 def search_around(incumbent: Incumbent, rng: random.Random, *, runs: int, seconds: float) -> None:
-    """Neighbours of the incumbent, and of the best neighbours in turn; the better ones are offered to it."""
-    problem = incumbent.problem
+    """Neighbours of the incumbent, and of the best neighbours in turn; the better ones are offered to it.
+
+    Parameters
+    ----------
+    runs, seconds
+        List schedules to make, and time to spend, at most.
+    """
+    problem, objective = incumbent.problem, incumbent.options.objective
     if incumbent.ops is None:
         return
     end = incumbent.seconds + seconds
-    tab = tables(problem)
+    plain = tables(problem)
     noise = np.random.default_rng(rng.getrandbits(32))
-    span = incumbent.options.objective == "span"
-    present, value = keys_of(problem, tab, incumbent.ops), incumbent.value
+    present, value = keys_of(problem, plain, incumbent.ops), float("inf")
     length = semantics.makespan(incumbent.ops)
-    for _ in range(runs):
+    for turn in range(runs):
         if incumbent.at_bound or incumbent.seconds > end:
             break
-        rule = _disturbed(tab, present, length, rng, noise)
+        part = present.part if rng.random() < 0.95 else _other_parts(plain, present.part, rng)
+        tab = with_parts(plain, part) if any(p < 1 for p in part) else plain
+        rule = _disturbed(tab, present, length, rng, noise) if turn else rule_of(tab, present)
         state = run(tab, rule)
         if state is None:
             return
-        ops = to_ops(tab, rule, state)
-        found = metrics.span(problem, ops) if span else semantics.makespan(ops)
+        found = score(tab, state, objective)
         if found <= value * (1 + SAME):
-            present, value, length = keys_of(problem, tab, ops), found, semantics.makespan(ops)
-            if found < incumbent.value:
-                incumbent.offer(ops, "around")
+            better = found < value
+            present, value, length = _keys_of_run(tab, rule, state, part), found, max(state.busy)
+            if better and found < incumbent.value * (1 + 1e-3):
+                incumbent.offer(to_ops(tab, rule, state), "around")
 
 
-def keys_of(problem: Problem, tab: Tables, ops: Ops) -> _Keys:
+def keys_of(problem: Problem, tab: Tables, ops: Ops) -> Keys:
     """A schedule as keys."""
     start = np.zeros((len(Kind), tab.S, tab.m))
     there = np.zeros((len(Kind), tab.S, tab.m), np.bool_)
@@ -64,14 +77,13 @@ def keys_of(problem: Problem, tab: Tables, ops: Ops) -> _Keys:
     there[ops.kind, ops.stage, ops.microbatch] = True
     fused = there[Kind.BW]
     backward = np.where(fused, start[Kind.BW], start[Kind.B])
-    reload_ms = np.array(tab.reload)[:, None]
     treatment = np.where(there[Kind.O], OFFLOAD, np.where(there[Kind.C], RECOMPUTE, KEEP))
-    reload_ = np.where(there[Kind.R], start[Kind.R], backward - 2 * reload_ms)
+    reload_ = np.where(there[Kind.R], start[Kind.R], _unneeded_reloads(tab, backward))
     weight = np.where(fused, backward, start[Kind.W])
-    return _Keys(start[Kind.F], backward, weight, reload_, treatment, fused.astype(np.int64))
+    return Keys(start[Kind.F], backward, weight, reload_, treatment, fused.astype(np.int64), _parts(problem, ops))
 
 
-def rule_of(tab: Tables, keys: _Keys, **steering: object) -> Rule:
+def rule_of(tab: Tables, keys: Keys, **steering: object) -> Rule:
     """The rule that reproduces a schedule from its keys."""
     rule = Rule(
         forward_key=keys.forward.ravel().tolist(),
@@ -91,9 +103,43 @@ def rule_of(tab: Tables, keys: _Keys, **steering: object) -> Rule:
     return rule.but(**steering) if steering else rule
 
 
-def _disturbed(tab: Tables, keys: _Keys, length: float, rng: random.Random, noise: np.random.Generator) -> Rule:
+def _keys_of_run(tab: Tables, rule: Rule, state: State, part: tuple[float, ...]) -> Keys:
+    def grid(values: list[float]) -> Floats:
+        return np.array(values).reshape(tab.S, tab.m)
+
+    backward, reload_, offload = grid(state.b_start), grid(state.r_start), grid(state.o_start)
+    given = np.array(rule.treatment).reshape(tab.S, tab.m)
+    treatment = np.where(offload >= 0, OFFLOAD, np.where(given == RECOMPUTE, RECOMPUTE, KEEP))
+    fused = np.array(rule.fused).reshape(tab.S, tab.m)
+    weight = np.where(fused == 1, backward, grid(state.w_start))
+    reload_ = np.where(reload_ >= 0, reload_, _unneeded_reloads(tab, backward))
+    return Keys(grid(state.f_start), backward, weight, reload_, treatment, fused, part)
+
+
+def _unneeded_reloads(tab: Tables, backward: Floats) -> Floats:
+    """Keys of reloads that a schedule does not have, in case a neighbour does."""
+    return np.asarray(backward - np.array(tab.reload)[:, None] - sum(tab.forward) / tab.S)
+
+
+def _parts(problem: Problem, ops: Ops) -> tuple[float, ...]:
+    """Per stage the largest part that a transfer of it moves; 1 where none does."""
+    moved = semantics.moved_bytes(problem, ops)
+    most = np.zeros(problem.num_stages)
+    np.maximum.at(most, ops.stage, moved)
+    whole = [stage.offloadable_bytes for stage in problem.stages]
+    return tuple(m / w if 0 < m < w else 1.0 for m, w in zip(most.tolist(), whole, strict=True))
+
+
+def _other_parts(tab: Tables, part: tuple[float, ...], rng: random.Random) -> tuple[float, ...]:
+    row = list(part)
+    for s in rng.sample(range(tab.S), min(tab.S, rng.choice([1, 1, 2, 4]))):
+        row[s] = rng.choice([1.0, min(1.0, max(0.05, row[s] + rng.gauss(0, 0.1)))])
+    return tuple(row)
+
+
+def _disturbed(tab: Tables, keys: Keys, length: float, rng: random.Random, noise: np.random.Generator) -> Rule:
     scale = sum(tab.forward) / tab.S
-    spread = rng.choice([0.2, 0.5, 1.0, 2.0, 4.0]) * scale
+    deviation = rng.choice([0.2, 0.5, 1.0, 2.0, 4.0]) * scale
     cells = 3 * tab.S * tab.m
     window = rng.choice([0.03, 0.1, 0.25, 0.5]) * length if rng.random() < 0.5 else None
     begin = rng.uniform(-window / 2, length - window / 2) if window else 0.0
@@ -103,13 +149,13 @@ def _disturbed(tab: Tables, keys: _Keys, length: float, rng: random.Random, nois
     block = (device >= first) & (device < first + rng.choice([1, 2, 3]))
     everywhere = rng.random() < 0.5
 
-    def shifted(times: np.ndarray) -> np.ndarray:
+    def shifted(times: Floats) -> Floats:
         hit = noise.random(times.shape) < part
         if window is not None:
             hit &= (times >= begin) & (times <= begin + window)
         if not everywhere:
             hit &= block[:, None]
-        return np.where(hit, times + noise.normal(0.0, spread, times.shape), times)
+        return np.where(hit, times + noise.normal(0.0, deviation, times.shape), times)
 
     changed = keys._replace(forward=shifted(keys.forward), backward=shifted(keys.backward), weight=shifted(keys.weight))
     if not any(tab.movable):

@@ -9,28 +9,30 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 
-from optpipe import metrics, semantics
-from optpipe.ops import Ops
 from optpipe.problem import Problem
+from solver.ada_offload import scheduled
 from solver.incumbent import Incumbent
 from solver.list_scheduler import run, to_ops
 from solver.policy import Policy, draw
+from solver.search.score import score
 from solver.tables import paths, tables
 
 #: Policies kept as parents.
-_POOL = 12
+POOL = 12
 #: Ops of the sibling on which policies are compared.
 _SIBLING_OPS = 6000
 
 
 def sibling(problem: Problem, ops: int = _SIBLING_OPS) -> Problem:
     """The problem with as many microbatches as give about ``ops`` compute ops; itself where it is not larger."""
-    wanted = max(4 * problem.num_devices, ops // (3 * problem.num_stages))
+    wanted = max(2 * problem.num_devices, ops // (3 * problem.num_stages))
     return problem if problem.num_microbatches <= wanted else problem.changed(num_microbatches=wanted)
 
 
-def search_rules(incumbent: Incumbent, rng: random.Random, *, runs: int, seconds: float) -> None:
-    """Random policies, then changes of the best ones; what is good is offered to ``incumbent``.
+def search_rules(
+    incumbent: Incumbent, rng: random.Random, *, runs: int, seconds: float
+) -> list[tuple[float, int, Policy]]:
+    """Random policies, then crossings of the best ones; what is good is offered to ``incumbent``.
 
     Parameters
     ----------
@@ -38,39 +40,38 @@ def search_rules(incumbent: Incumbent, rng: random.Random, *, runs: int, seconds
         List schedules to make at most.
     seconds
         Time to spend at most; also ends when the incumbent is at the bound.
+
+    Returns
+    -------
+    list
+        The best policies as (score on the sibling, number, policy), best first.
     """
     end = incumbent.seconds + seconds
-    problem = incumbent.problem
+    problem, objective = incumbent.problem, incumbent.options.objective
     small = sibling(problem)
-    tab = tables(small)
-    path = paths(tab)
-    span = incumbent.options.objective == "span"
+    plain = tables(small)
+    path = paths(plain)
     pool: list[tuple[float, int, Policy]] = []
     for number in range(runs):
         if incumbent.at_bound or incumbent.seconds > end:
             break
-        policy = _changed(rng.choice(pool)[2], draw(tab, rng), rng) if pool and rng.random() < 0.7 else draw(tab, rng)
+        policy = draw(plain, rng)
+        if pool and rng.random() < 0.5:
+            policy = _crossed(rng.choice(pool)[2], policy, rng)
+        tab = policy.tables_for(plain)
         rule = policy.rule(tab, path)
         state = run(tab, rule)
         if state is None:
-            return
-        ops = to_ops(tab, rule, state)
-        value = metrics.span(small, ops) if span else semantics.makespan(ops)
+            break
+        value = score(tab, state, objective)
         better = not pool or value < pool[0][0]
-        pool = sorted([*pool, (value, number, policy)], key=lambda entry: entry[:2])[:_POOL]
-        if better:
-            incumbent.offer(ops if small is problem else scheduled(problem, policy), "rules")
+        pool = sorted([*pool, (value, number, policy)], key=lambda entry: entry[:2])[:POOL]
+        if better and (small is not problem or value < incumbent.value):
+            incumbent.offer(to_ops(tab, rule, state) if small is problem else scheduled(problem, policy), "rules")
+    return pool
 
 
-def scheduled(problem: Problem, policy: Policy) -> Ops | None:
-    """The list schedule of a policy; None where not one microbatch fits."""
-    tab = tables(problem)
-    rule = policy.rule(tab, paths(tab))
-    state = run(tab, rule)
-    return None if state is None else to_ops(tab, rule, state)
-
-
-def _changed(policy: Policy, other: Policy, rng: random.Random) -> Policy:
+def _crossed(policy: Policy, other: Policy, rng: random.Random) -> Policy:
     """The policy with one to three of its numbers from another one."""
     names = rng.sample([f.name for f in fields(policy)], rng.choice([1, 1, 2, 3]))
     return replace(policy, **{name: getattr(other, name) for name in names})
