@@ -1,0 +1,131 @@
+"""Valid rows that no integer solution needs, and that make the relaxation worth something.
+
+**Load rows.** Let op a surely run before op b of the same device. Every op that runs from a on and before b fits
+between their starts:
+
+    start(b) - start(a) >= sum over ops q of p(q) * (before(q, b) - before(q, a)),
+
+where ``before(q, b) - before(q, a)`` is 1 for just these. Likewise to the end of everything:
+``end - start(x) >= sum of p(q) * (1 - before(q, x))``. The relaxation of big-M rows alone sees the critical path only.
+
+**Staircase rows.** Where y surely runs before z, ``before(x, y) <= before(x, z)``.
+
+**Triangle rows.** Of three ops, ``before(x, y) + before(y, z) - before(x, z) <= 1``: there are no cycles.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optpipe.ops import Floats, Ints, Kind
+from solver.milp.model import DeviceOrder, Model
+from solver.milp.sparse import INF
+
+
+def add_load_rows(model: Model, device: DeviceOrder, *, chains: bool) -> None:
+    """Load rows: from the device's first op and first backward to each op, from each op to the last backward and to
+    the end; with ``chains`` also from each op to the next of its sequence."""
+    ops, sure = device.ops, device.precedence.sure
+    n = len(ops)
+    everyone = np.arange(n)
+    kind = model.table.per_op(model.table.kind)[ops]
+    backwards = np.flatnonzero(kind == Kind.B)
+    m = model.table.microbatches
+    # The first backward is that of the last stage, the last one that of the first stage.
+    first_b, last_b = int(backwards[-m]), int(backwards[m - 1])
+    pairs = [(np.zeros(n, np.int64), everyone), (np.full(n, first_b), everyone), (everyone, np.full(n, last_b))]
+    if chains:
+        pairs.append((everyone[:-1], everyone[1:]))
+    a, b = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    _between(model, device, a[sure[a, b]], b[sure[a, b]])
+    _to_the_end(model, device)
+
+
+def _between(model: Model, device: DeviceOrder, a: Ints, b: Ints) -> None:
+    ops = device.ops
+    # A pair whose order bits are all decided, or that are the same on both sides, says nothing new.
+    told = ((device.column[:, a] >= 0) | (device.column[:, b] >= 0)).any(axis=0)
+    a, b = a[told], b[told]
+    took = model.table.shortest[ops]
+    known = took @ (device.const[:, b] - device.const[:, a])
+    terms = [(model.start[ops[b]], 1.0), (model.start[ops[a]], -1.0)]
+    rows = model.builder.rows("load_{}_{}", (ops[a], ops[b]), known, INF, terms)
+    _spread(model, device, rows, b, -1.0)
+    _spread(model, device, rows, a, 1.0)
+
+
+def _to_the_end(model: Model, device: DeviceOrder) -> None:
+    ops = device.ops
+    told = np.flatnonzero((device.column >= 0).any(axis=0))
+    took = model.table.shortest[ops]
+    known = took.sum() - took @ device.const[:, told]
+    terms = [(np.full(len(told), model.end_of_all), 1.0), (model.start[ops[told]], -1.0)]
+    if model.objective == "span":
+        terms.append((np.full(len(told), model.start[ops[0]]), 1.0))
+    rows = model.builder.rows("rest_{}", (ops[told],), known, INF, terms)
+    _spread(model, device, rows, told, 1.0)
+
+
+def _spread(model: Model, device: DeviceOrder, rows: Ints, of: Ints, factor: float) -> None:
+    """Add ``factor * p(q) * before(q, x)`` to the row of each x in ``of``, for every q whose order to x is open."""
+    took = model.table.shortest[device.ops]
+    q, k = np.nonzero(device.column[:, of] >= 0)
+    x = of[k]
+    model.builder.entries(rows[k], device.column[q, x], factor * took[q] * device.sign[q, x])
+
+
+def add_staircase_rows(model: Model, device: DeviceOrder) -> None:
+    """``before(x, y) <= before(x, z)`` for y right before z and x open to both."""
+    y, z = np.nonzero(device.precedence.reduced())
+    for first in range(0, len(y), 512):
+        a, b = y[first : first + 512], z[first : first + 512]
+        x, k = np.nonzero((device.column[:, a] >= 0) & (device.column[:, b] >= 0))
+        _ordered(model, device, x, a[k], b[k])
+
+
+def _ordered(model: Model, device: DeviceOrder, x: Ints, y: Ints, z: Ints) -> None:
+    ops = device.ops
+    terms = [(device.column[x, z], device.sign[x, z]), (device.column[x, y], -device.sign[x, y])]
+    side = device.const[x, y] - device.const[x, z]
+    model.builder.rows("stair_{}_{}_{}", (ops[x], ops[y], ops[z]), side, INF, terms)
+
+
+def add_triangle_rows(model: Model, device: DeviceOrder) -> None:
+    """Both triangle rows of every three ops whose orders are all open."""
+    x, y, z = open_triples(device)
+    _triangle(model, device, x, y, z)
+    _triangle(model, device, z, y, x)
+
+
+def open_triples(device: DeviceOrder) -> tuple[Ints, Ints, Ints]:
+    """Triples x < y < z of which every pair is open."""
+    is_open = np.triu(device.column >= 0)
+    x, y = np.nonzero(is_open)
+    pair, z = np.nonzero(is_open[x] & is_open[y])
+    return x[pair], y[pair], z
+
+
+def _triangle(model: Model, device: DeviceOrder, x: Ints, y: Ints, z: Ints) -> None:
+    ops, const = device.ops, device.const
+    terms = [
+        (device.column[x, y], device.sign[x, y]),
+        (device.column[y, z], device.sign[y, z]),
+        (device.column[x, z], -device.sign[x, z]),
+    ]
+    side = 1.0 - const[x, y] - const[y, z] + const[x, z]
+    model.builder.rows("triangle_{}_{}_{}", (ops[x], ops[y], ops[z]), -INF, side, terms)
+
+
+def broken_triangles(device: DeviceOrder, x: Floats, most: int, least: float = 0.02) -> tuple[Ints, Ints, Ints]:
+    """The triangle rows that ``x`` breaks by more than ``least``, the most broken first, at most ``most`` of them: ops
+    (p, q, r) with ``before(p, q) + before(q, r) - before(p, r) > 1 + least``."""
+    before = device.const + np.where(device.column >= 0, device.sign * x[device.column], 0.0)
+    p, q, r = open_triples(device)
+    one = before[p, q] + before[q, r] - before[p, r] - 1.0
+    # The other direction of the same three: before(r, q) + before(q, p) - before(r, p).
+    other = before[r, q] + before[q, p] - before[r, p] - 1.0
+    excess = np.concatenate([one, other])
+    first, middle, last = np.concatenate([p, r]), np.concatenate([q, q]), np.concatenate([r, p])
+    worst = np.argsort(-excess, kind="stable")[:most]
+    worst = worst[excess[worst] > least]
+    return first[worst], middle[worst], last[worst]

@@ -1,0 +1,47 @@
+"""From a solution of a formulation to a verified schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from optpipe import semantics, timing
+from optpipe.ops import Floats, Kind, Ops
+from optpipe.verify import verify
+from solver.milp.formulation import Formulation
+
+
+def schedule(formulation: Formulation, x: Floats) -> Ops | None:
+    """The schedule of a solution, every op as early as the solution's orders allow.
+
+    Parameters
+    ----------
+    x
+        float64 (columns,): a solution within the solver's tolerances.
+
+    Returns
+    -------
+    Ops or None
+        None where the solution breaks a rule of the problem by more than the tolerance of times.
+    """
+    found = _ops(formulation, x)
+    try:
+        retimed = timing.earliest(formulation.problem, found)
+    except ValueError:
+        return None
+    return None if verify(formulation.problem, retimed) else retimed
+
+
+def _ops(formulation: Formulation, x: Floats) -> Ops:
+    """The ops of a solution at its times."""
+    table = formulation.table
+    m = table.microbatches
+    kind, stage = (np.repeat(part, m) for part in (table.kind, table.stage))
+    microbatch = np.tile(np.arange(m), len(table.kind))
+    decision = formulation.decision
+    chosen = (decision >= 0) & (x[np.maximum(decision, 0)] > 0.5)
+    fused = chosen & table.compute
+    there = (chosen | table.compute) & ~(fused & (kind == Kind.W))
+    kind = np.where(fused & (kind == Kind.B), int(Kind.BW), kind)
+    start = x[formulation.start]
+    ops = Ops.columns(kind[there], stage[there], microbatch[there], start[there], start[there])
+    return ops.at(ops.start, ops.start + semantics.durations(formulation.problem, ops))

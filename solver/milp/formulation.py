@@ -1,0 +1,271 @@
+"""The scheduling problem as one mixed-integer linear program.
+
+Columns: the objective, the start of every op, what is moved and fused, order bits. Rows, by family (see the module of
+each): data dependencies, one op at a time on a device and on a channel by big-M rows, memory at every op that takes
+some, offloads, the objective; and the valid rows that make it solvable (load, staircase, triangle).
+
+Within a stage, microbatches keep their order in every kind. Without offloads that loses nothing (see
+``incumbent.ascending``). With offloads it can: a microbatch that stays on the host while others overtake it is
+outside. Recomputation (C) and transfers of a part are outside too. ``Formulation.bound_holds`` says whether the optimum
+of the program is the optimum of the problem, so that its dual bound is one of the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optpipe.ops import Bools, Floats, Ints, Kind, Ops
+from optpipe.problem import Problem
+from solver.milp import compute, cuts, memory, reload_memory, transfer_cuts, transfers
+from solver.milp.incumbent import Incumbent, incumbent
+from solver.milp.model import Bits, DeviceOrder, Model, Objective
+from solver.milp.precedence import (
+    DevicePrecedence,
+    Windows,
+    by_structure,
+    data_arcs,
+    decide_by_order,
+    decide_by_windows,
+    windows,
+)
+from solver.milp.sparse import Family, Matrix, spelled
+from solver.milp.table import OpTable, op_table
+
+#: How often windows and orders are derived from each other.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a formulation contains.
+
+    Attributes
+    ----------
+    objective
+        ``makespan`` or ``span`` (the largest, over devices, of last compute end minus first compute start).
+    offload
+        With O and R where they can help.
+    fuse
+        With the choice of BW, where that is shorter than B and W.
+    load, chains, staircase, triangles
+        Families of valid rows, see ``cuts``. ``chains``: load rows along every sequence too.
+    """
+
+    objective: Objective = "makespan"
+    offload: bool = True
+    fuse: bool = True
+    load: bool = True
+    chains: bool = False
+    staircase: bool = True
+    triangles: bool = False
+
+
+@dataclass(frozen=True)
+class Formulation:
+    """A mixed-integer linear program of a problem.
+
+    Attributes
+    ----------
+    matrix
+        Columns and rows.
+    start
+        int64 (ops,): the column of the start of each op of ``table``.
+    decision
+        int64 (ops,): the column that says whether an O or R takes place, whether a B or W is fused; -1 elsewhere.
+    objective_column
+        The objective's column.
+    bits
+        What the binary columns mean.
+    upper
+        The upper bound that the program was made for, ms.
+    known
+        The schedule that decides what is not free, where a part is free.
+    """
+
+    problem: Problem
+    options: Options
+    table: OpTable
+    matrix: Matrix
+    start: Ints
+    decision: Ints
+    objective_column: int
+    bits: tuple[Bits, ...]
+    devices: tuple[DeviceOrder, ...]
+    windows: Windows
+    upper: float
+    known: Incumbent | None
+    column_families: tuple[Family, ...]
+    row_families: tuple[Family, ...]
+
+    @cached_property
+    def column_names(self) -> list[str]:
+        """Names of the columns, such as ``F_0_3`` and ``B_0_1_before_F_0_3``."""
+        return spelled(self.column_families, self.table.names)
+
+    @cached_property
+    def row_names(self) -> list[str]:
+        """Names of the rows, such as ``order_B_0_1_F_0_3``."""
+        names = spelled(self.row_families, self.table.names)
+        seen: dict[str, int] = {}
+        for index, name in enumerate(names):
+            count = seen[name] = seen.get(name, 0) + 1
+            if count > 1:
+                names[index] = f"{name}_{count}"
+        return names
+
+    @property
+    def bound_holds(self) -> bool:
+        """Whether a lower bound of the program is one of the problem."""
+        return self.known is None and not self.excludes
+
+    @property
+    def excludes(self) -> str:
+        """What schedules of the problem the program leaves out; empty if none that could be shorter."""
+        problem = self.problem
+        held = [s for d, held in enumerate(problem.stages_of) if _tight(problem, d) for s in held]
+        if any(problem.can_offload(s) for s in held):
+            return "offloaded microbatches that others overtake, and transfers of a part"
+        if any(problem.stages[s].checkpoint_bytes is not None for s in held):
+            return "recomputation"
+        if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages) and not self.options.fuse:
+            return "fused backwards"
+        return ""
+
+    def vector(self, found: Incumbent) -> Floats:
+        """A schedule as a vector of columns: starts, decisions, all bits and the objective."""
+        x = np.zeros(self.matrix.num_columns)
+        x[self.start] = found.start
+        for bits in self.bits:
+            x[bits.columns] = found.value(bits.meaning, bits.a, bits.b)
+        x[self.objective_column] = found.objective[self.options.objective]
+        return x
+
+    def vector_of(self, ops: Ops) -> Floats | None:
+        """The same from ops; None where the program has no such schedule (see ``incumbent``)."""
+        found = incumbent(self.problem, self.table, ops)
+        return None if found is None else self.vector(found)
+
+
+def _tight(problem: Problem, device: int) -> bool:
+    """Whether the device's budget can bind."""
+    budget = problem.devices[device].memory_bytes
+    whole = sum(problem.stages[s].activation_bytes for s in problem.stages_of[device])
+    return budget is not None and problem.num_microbatches * whole > budget
+
+
+def formulate(
+    problem: Problem,
+    options: Options | None = None,
+    *,
+    upper: float | None = None,
+    lower: float = 0.0,
+    known: Incumbent | None = None,
+    free: Bools | None = None,
+) -> Formulation:
+    """The program of a problem.
+
+    Parameters
+    ----------
+    upper
+        The objective of a schedule that is known, ms: nothing longer is looked for. Default: one microbatch at a time.
+    lower
+        A proven lower bound of the objective, ms.
+    known, free
+        To free only a part of a known schedule: bool (ops of its table,), what may change its order. Pairs of ops of
+        which not both are free keep their order; so do transfers (mark O and R of a pair alike) and memory events.
+
+    Raises
+    ------
+    Contradiction
+        No schedule (with ascending microbatches) is as short as ``upper``.
+    """
+    options = options or Options()
+    table = known.table if known is not None else op_table(problem, offload=options.offload, fuse=options.fuse)
+    limit = _one_at_a_time(problem, table) if upper is None else upper
+    by_device = options.objective == "span"
+    devices = by_structure(problem, table)
+    if known is not None and free is not None:
+        decide_by_order(devices, known.place, free)
+    data = data_arcs(problem, table)
+    found = windows(table, devices, data, limit, by_device=by_device)
+    for _ in range(_ROUNDS):
+        if not decide_by_windows(table, devices, found, limit):
+            break
+        found = windows(table, devices, data, limit, by_device=by_device)
+    model = Model(problem, table, options.objective, limit, found, known, free)
+    _write(model, devices, options, lower)
+    return Formulation(
+        problem=problem,
+        options=options,
+        table=table,
+        matrix=model.builder.matrix(),
+        start=model.start,
+        decision=model.decision,
+        objective_column=model.end_of_all,
+        bits=tuple(model.bits),
+        devices=tuple(model.devices),
+        windows=found,
+        upper=limit,
+        known=known,
+        column_families=tuple(model.builder.column_families),
+        row_families=tuple(model.builder.row_families),
+    )
+
+
+def _write(model: Model, devices: Sequence[DevicePrecedence], options: Options, lower: float) -> None:
+    """All columns and rows."""
+    model.add_starts(lower)
+    model.add_decisions()
+    compute.add_dependencies(model)
+    for precedence in devices:
+        compute.add_exclusivity(model, precedence)
+    compute.add_objective(model)
+    transfers.add_transfer_chains(model)
+    transfers.add_channels(model)
+    for number, device in enumerate(model.devices):
+        if _tight(model.problem, number):
+            held = memory.device_memory(model, device, number)
+            away = memory.add_forward_rows(model, device, held)
+            reload_memory.add_reload_rows(model, device, held, away)
+            if options.load:
+                transfer_cuts.add_transfer_loads(model, device, held, away)
+        if options.load:
+            cuts.add_load_rows(model, device, chains=options.chains)
+        if options.staircase:
+            cuts.add_staircase_rows(model, device)
+        if options.triangles:
+            cuts.add_triangle_rows(model, device)
+
+
+def _one_at_a_time(problem: Problem, table: OpTable) -> float:
+    """How long a schedule takes that does one op after the other, each microbatch offloaded wherever it can be."""
+    work = problem.num_microbatches * float((table.base + np.maximum(table.scale, 0.0)).sum())
+    return work + 2.0 * problem.num_microbatches * sum(problem.comm_ms)
+
+
+def free_window(
+    found: Incumbent,
+    problem: Problem,
+    begin: float,
+    end: float,
+    *,
+    devices: Sequence[int] | None = None,
+    microbatches: Sequence[int] | None = None,
+) -> Bools:
+    """bool (ops,): the ops of a schedule that run, even in part, between two instants, on some of the devices and of
+    some of the microbatches (default all). A pair O, R is free if its F or its B is."""
+    table = found.table
+    m = table.microbatches
+    free = (found.end > begin) & (found.start < end) & table.compute
+    if devices is not None:
+        free &= np.isin(np.repeat(table.device, m), np.asarray(devices))
+    if microbatches is not None:
+        free &= np.isin(np.tile(np.arange(m), len(table.kind)), np.asarray(microbatches))
+    for s in table.offloaded:
+        pair = free[table.ops(Kind.F, s)] | free[table.ops(Kind.B, s)]
+        free[table.ops(Kind.O, s)] = free[table.ops(Kind.R, s)] = pair
+    return free

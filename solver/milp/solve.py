@@ -1,0 +1,61 @@
+"""The MILP from a known schedule: formulate, solve, keep what is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from optpipe import metrics, semantics
+from optpipe.ops import Floats, Ops
+from optpipe.problem import Problem
+from solver.milp.extract import schedule
+from solver.milp.formulation import Options, formulate
+from solver.milp.highs import Settings, solve
+from solver.milp.precedence import Contradiction
+
+
+def solve_milp(
+    problem: Problem,
+    start: Ops | None,
+    *,
+    objective: str = "makespan",
+    time_limit: float = 300.0,
+    gap: float = 0.05,
+    threads: int = 1,
+    seed: int = 0,
+    lower_bound: float = 0.0,
+    on_improvement: Callable[[Ops], None] | None = None,
+    backend: str = "highs",
+) -> tuple[Ops | None, float | None, dict[str, Any]]:
+    """The best schedule of the program, a proven bound of the problem's objective (None: none), and facts."""
+    value = None
+    if start is not None:
+        value = metrics.span(problem, start) if objective == "span" else semantics.makespan(start)
+    options = Options(objective="span" if objective == "span" else "makespan")
+    try:
+        program = formulate(problem, options, upper=value, lower=lower_bound)
+    except Contradiction:
+        return None, value, {"status": "nothing shorter"}
+
+    def improved(_: float, __: float, ___: float, x: Floats) -> None:
+        if on_improvement is not None and (ops := schedule(program, x)) is not None:
+            on_improvement(ops)
+
+    result = solve(
+        program.matrix,
+        Settings(time_limit=time_limit, gap=gap, threads=threads, seed=seed),
+        start=None if start is None else program.vector_of(start),
+        on_improvement=improved,
+    )
+    facts = {
+        "status": result.status,
+        "nodes": result.nodes,
+        "rows": result.rows,
+        "columns": result.columns,
+        "binaries": result.binaries,
+        "seconds": round(result.seconds, 3),
+    }
+    bound = result.bound if program.bound_holds and result.bound > 0 else None
+    if bound is not None and value is not None:
+        bound = min(bound, value)
+    return (None if result.solution is None else schedule(program, result.solution)), bound, facts

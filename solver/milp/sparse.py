@@ -1,0 +1,194 @@
+"""Sparse rows and columns with names: what a formulation is written into, a family at a time.
+
+Columns and rows come in families (all forward starts, all big-M rows of one side, ...). A family is added with a few
+numpy arrays, never with a loop over its members; names are spelled only when someone asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from optpipe.ops import Bools, Floats, Ints
+
+INF = float("inf")
+
+#: A term of a family of rows: one column (-1: none) and one coefficient for each row.
+Term = tuple[npt.ArrayLike, npt.ArrayLike]
+
+
+class Family(NamedTuple):
+    """Members ``first`` to ``first + count`` share a template for their names, such as ``"{}_before_{}"``, which takes
+    one of ``labels`` (arrays of length ``count``: op numbers) for each pair of braces."""
+
+    template: str
+    first: int
+    count: int
+    labels: tuple[Ints, ...]
+
+
+class Matrix(NamedTuple):
+    """A mixed-integer linear program in arrays: minimise ``cost @ x``.
+
+    Attributes
+    ----------
+    cost, lower, upper, integer
+        Per column; bounds may be infinite.
+    first, column, value
+        Rows in compressed form: entries ``first[r]`` to ``first[r + 1]`` of ``column`` and ``value`` are row r's.
+    row_lower, row_upper
+        Per row.
+    """
+
+    cost: Floats
+    lower: Floats
+    upper: Floats
+    integer: Bools
+    first: Ints
+    column: Ints
+    value: Floats
+    row_lower: Floats
+    row_upper: Floats
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.cost)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_lower)
+
+    @property
+    def num_binaries(self) -> int:
+        """Integer columns that are not fixed."""
+        return int((self.integer & (self.upper > self.lower)).sum())
+
+    def row_of_entry(self) -> Ints:
+        """int64 (entries,): the row of each entry."""
+        return np.repeat(np.arange(self.num_rows), np.diff(self.first))
+
+    def activities(self, x: Floats) -> Floats:
+        """float64 (rows,): the left-hand sides at ``x``."""
+        return np.bincount(self.row_of_entry(), self.value * x[self.column], self.num_rows)
+
+    def violation(self, x: Floats) -> float:
+        """The most by which ``x`` breaks a row, a bound or integrality."""
+        left = self.activities(x)
+        parts = [
+            self.row_lower - left,
+            left - self.row_upper,
+            self.lower - x,
+            x - self.upper,
+            np.abs(x - np.round(x))[self.integer],
+        ]
+        return max([0.0] + [float(part.max()) for part in parts if len(part)])
+
+
+class Builder:
+    """Collects families of columns and rows."""
+
+    def __init__(self) -> None:
+        self.num_columns = 0
+        self.num_rows = 0
+        self.column_families: list[Family] = []
+        self.row_families: list[Family] = []
+        self._columns: list[tuple[Floats, Floats, Floats, Bools]] = []
+        self._entries: list[tuple[Ints, Ints, Floats]] = []
+        self._sides: list[tuple[Floats, Floats]] = []
+
+    def columns(
+        self,
+        template: str,
+        labels: Sequence[Ints],
+        lower: npt.ArrayLike,
+        upper: npt.ArrayLike,
+        *,
+        integer: bool = False,
+        cost: npt.ArrayLike = 0.0,
+    ) -> Ints:
+        """Add a family of columns, as many as the labels are long (one without labels); their numbers."""
+        count = len(labels[0]) if labels else 1
+        self.column_families.append(Family(template, self.num_columns, count, tuple(labels)))
+        shape = (count,)
+        self._columns.append(
+            (
+                np.broadcast_to(np.asarray(cost, np.float64), shape),
+                np.broadcast_to(np.asarray(lower, np.float64), shape),
+                np.broadcast_to(np.asarray(upper, np.float64), shape),
+                np.full(count, integer),
+            )
+        )
+        self.num_columns += count
+        return np.arange(self.num_columns - count, self.num_columns)
+
+    def rows(
+        self, template: str, labels: Sequence[Ints], lower: npt.ArrayLike, upper: npt.ArrayLike, terms: Sequence[Term]
+    ) -> Ints:
+        """Add a family of rows ``lower <= sum of terms <= upper``, each with at most one entry a term; their numbers."""
+        count = len(labels[0]) if labels else 1
+        number = np.arange(self.num_rows, self.num_rows + count)
+        for column, value in terms:
+            columns = np.broadcast_to(np.asarray(column, np.int64), (count,))
+            values = np.broadcast_to(np.asarray(value, np.float64), (count,))
+            there = (columns >= 0) & (values != 0)
+            self._entries.append((number[there], columns[there], values[there]))
+        self._close(template, labels, count, lower, upper)
+        return number
+
+    def entries(self, rows: Ints, columns: Ints, values: npt.ArrayLike) -> None:
+        """Add entries to rows that are there; several for one row and column add up."""
+        spread = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
+        there = (columns >= 0) & (spread != 0)
+        self._entries.append((rows[there], columns[there], spread[there]))
+
+    def _close(
+        self, template: str, labels: Sequence[Ints], count: int, lower: npt.ArrayLike, upper: npt.ArrayLike
+    ) -> None:
+        self.row_families.append(Family(template, self.num_rows, count, tuple(labels)))
+        self._sides.append(
+            (
+                np.broadcast_to(np.asarray(lower, np.float64), (count,)),
+                np.broadcast_to(np.asarray(upper, np.float64), (count,)),
+            )
+        )
+        self.num_rows += count
+
+    def matrix(self) -> Matrix:
+        """Everything that was added, rows in compressed form."""
+        cost, lower, upper, integer = (np.concatenate(part) for part in zip(*self._columns, strict=True))
+        none = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        row, column, value = (np.concatenate(part) for part in zip(none, *self._entries, strict=True))
+        sides = [(np.zeros(0), np.zeros(0)), *self._sides]
+        row_lower, row_upper = (np.concatenate(part) for part in zip(*sides, strict=True))
+        return compressed(Matrix(cost, lower, upper, integer, row, column, value, row_lower, row_upper))
+
+
+def compressed(loose: Matrix) -> Matrix:
+    """The matrix with ``first`` made from the row of each entry, which ``loose.first`` holds; doubles summed."""
+    width = max(1, loose.num_columns)
+    key = loose.first * width + loose.column
+    order = np.argsort(key, kind="stable")
+    key, value = key[order], loose.value[order]
+    heads = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.zeros(0, np.int64)
+    if len(heads) < len(key):
+        key, value = key[heads], np.add.reduceat(value, heads)
+        there = value != 0
+        key, value = key[there], value[there]
+    first = np.zeros(loose.num_rows + 1, np.int64)
+    np.cumsum(np.bincount(key // width, minlength=loose.num_rows), out=first[1:])
+    return loose._replace(first=first, column=key % width, value=value)
+
+
+def spelled(families: Sequence[Family], op_names: Sequence[str]) -> list[str]:
+    """The names of all members of all families, in order."""
+    names: list[str] = []
+    for family in families:
+        if not family.labels:
+            names.append(family.template)
+            continue
+        parts = [[op_names[op] for op in label.tolist()] for label in family.labels]
+        names += [family.template.format(*words) for words in zip(*parts, strict=True)]
+    return names
