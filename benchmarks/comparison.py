@@ -20,6 +20,7 @@ class Line:
     """One instance of the table.
 
     ``schedules``: makespan of each known schedule that is valid. ``runs``: per (method, seconds) its result.
+    ``trouble``: why the known schedules could not be measured.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Line:
     reference: Reference
     schedules: dict[str, float] = field(default_factory=dict)
     runs: dict[Run, Row] = field(default_factory=dict)
+    trouble: str = ""
 
     @property
     def bound(self) -> float:
@@ -73,6 +75,7 @@ def main(
         line = Line(name, Problem.read(instance_file(name)), known[name])
         if "schedules" in methods:
             found = results.measured(Trial(name, "schedules"), line.problem)
+            line.trouble = found.get("error", "")
             for schedule, row in found.get("schedules", {}).items():
                 if "makespan_ms" in row:
                     line.schedules[schedule] = row["makespan_ms"]
@@ -166,6 +169,8 @@ def _faults(lines: list[Line], runs: list[Run]) -> list[str]:
     for line in lines:
         if line.bound > line.shortest * (1 + _SAME):
             said.append(f"UNSOUND BOUND: {line.name}: {line.bound:.4f} is above a schedule of {line.shortest:.4f}")
+        if line.trouble:
+            said.append(f"FAILED: {line.name}, known schedules: {line.trouble}")
         for run in runs:
             row = line.runs[run]
             if row.get("violations"):

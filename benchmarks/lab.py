@@ -142,7 +142,7 @@ class Results:
     def measured(self, trial: Trial, problem: Problem) -> Row:
         """The result of a trial; measured now if it is not known."""
         found = self.known(trial)
-        if found is None and self.measure:
+        if self.measure and (found is None or "error" in found):
             print(
                 f"{time.strftime('%T')} {trial.label} {trial.method} {trial.seconds:g} s", file=sys.stderr, flush=True
             )

@@ -1,10 +1,15 @@
 """The benchmarks' own parts: the CP-SAT model allows what the rules allow, results survive interruption."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from benchmarks import comparison, lab, scale
 from optpipe import semantics
+from optpipe.plan import Plan
+from optpipe.problem import Problem
+from optpipe.verify import verify_plan
 from tests.random_schedules import random_problem
 
 
@@ -29,3 +34,93 @@ def test_cpsat_solves_what_the_rules_describe(seed: int) -> None:
     assert found.bound_ms <= semantics.makespan(found.ops) * 1.01
     if found.status == "optimal":
         assert semantics.makespan(found.ops) <= semantics.makespan(start) * 1.01
+
+
+def line(name: str, *, bound: float, best: float, runs: dict[tuple[str, float], dict[str, object]]) -> comparison.Line:
+    problem = Problem.read(lab.instance_file("unit-s4-m8-memS-nooff"))
+    return comparison.Line(name, problem, lab.Reference(best, bound), {"1f1b": 120.0}, runs)
+
+
+def plan_of(makespan: float, bound: float = 0.0) -> dict[str, object]:
+    return {"makespan_ms": makespan, "bound_ms": bound, "violations": []}
+
+
+def test_the_summary_counts_rows() -> None:
+    first, last, other = ("auto", 5.0), ("auto", 60.0), ("cpsat", 60.0)
+    lines = [
+        line("even", bound=100, best=100, runs={first: plan_of(100), last: plan_of(100), other: plan_of(99.0)}),
+        line("open", bound=100, best=104, runs={first: plan_of(104), last: plan_of(102), other: {"status": "unknown"}}),
+        line("worse", bound=100, best=100, runs={first: plan_of(130), last: plan_of(121), other: plan_of(122)}),
+    ]
+    said = "\n".join(comparison.summary(lines, [first, last, other]))
+    assert "auto 60 s: gap at most 0.5% on 1 of 3 rows (33%)" in said
+    assert "more than 0.1% above the best known on 1 rows: worse" in said
+    assert "below the best known on 1 rows: open" in said
+    assert "above a known schedule on 1 rows: worse (1f1b)" in said
+    assert "auto 5 s: within 0.5% of auto 60 s on 1 of 3 rows" in said
+    assert (
+        "against cpsat 60 s: behind on 1 rows: even; ahead on 2, of these on 1 where the other found no schedule"
+        in said
+    )
+    assert "UNSOUND BOUND: even: 100.0000 is above a schedule of 99.0000" in said
+
+
+def test_invalid_and_failed_runs_count_for_nothing() -> None:
+    run = ("auto", 5.0)
+    broken = {"makespan_ms": 90.0, "bound_ms": 80.0, "violations": ["F(0,0) is missing"]}
+    lines = [
+        line("broken", bound=80, best=100, runs={run: broken}),
+        line("failed", bound=80, best=100, runs={run: {"error": "killed"}}),
+    ]
+    assert [one.makespan(run) for one in lines] == [None, None]
+    said = "\n".join(comparison.summary(lines, [run]))
+    assert "INVALID: broken, auto 5 s: F(0,0) is missing" in said
+    assert "FAILED: failed, auto 5 s: killed" in said
+    assert "gap at most 0.5% on 0 of 2 rows" in said
+    assert "more than 0.1% above the best known on 2 rows" in said
+
+
+def test_results_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(trial: lab.Trial, problem: Problem) -> dict[str, object]:
+        asked.append(trial.label)
+        return {"error": "no"} if trial.label == "bad" else {"makespan_ms": 1.0}
+
+    monkeypatch.setattr(lab, "run", run)
+    problem = Problem.read(lab.instance_file("unit-s4-m8-memS-nooff"))
+    path = tmp_path / "results.jsonl"
+    for _ in range(2):
+        results = lab.Results(path, "v1")
+        assert results.measured(lab.Trial("good", "auto", 1.0), problem) == {"makespan_ms": 1.0}
+        assert "error" in results.measured(lab.Trial("bad", "auto", 1.0), problem)
+    assert asked == ["good", "bad", "bad"], "what failed is tried again, what is known is not"
+    with path.open("a") as stream:
+        stream.write('{"key": "cut o')
+    assert lab.Results(path, "v1").known(lab.Trial("good", "auto", 1.0)) == {"makespan_ms": 1.0}
+    assert lab.Results(path, "v2").known(lab.Trial("good", "auto", 1.0)) is None
+    assert lab.Results(path, "any").known(lab.Trial("good", "auto", 1.0)) == {"makespan_ms": 1.0}
+    assert lab.Results(path, "v2", measure=False).measured(lab.Trial("good", "auto"), problem) == {
+        "error": "not measured"
+    }
+
+
+def test_a_trial_runs_by_itself_and_is_verified(tmp_path: Path) -> None:
+    problem = Problem.read(lab.instance_file("unit-s4-m8-memS-nooff"))
+    found = lab.run(lab.Trial("unit", "1f1b", 1.0, 1), problem, tmp_path / "plan.json")
+    plan = Plan.read(tmp_path / "plan.json")
+    assert found["violations"] == verify_plan(plan) == []
+    assert found["makespan_ms"] == plan.makespan_ms and found["peak_mb"] > 0
+    assert "InputError" in lab.run(lab.Trial("unit", "no such method", 1.0, 1), problem)["error"]
+
+
+def test_every_instance_has_a_reference_that_it_does_not_contradict() -> None:
+    known = lab.references()
+    assert sorted(known) == sorted(lab.instances())
+    assert all(0 < one.bound_ms <= one.best_ms * (1 + 1e-6) for one in known.values())
+
+
+def test_sized_problems_are_the_instance_they_come_from() -> None:
+    made, kept = scale.sized(8, 32), Problem.read(lab.instance_file("flat-s8-m32-memS2-off1"))
+    assert made.to_json() | {"channels": None} == kept.to_json() | {"channels": None}
+    assert made.channels_of == kept.channels_of
