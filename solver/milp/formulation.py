@@ -131,8 +131,9 @@ class Formulation:
             return "offloaded microbatches that others overtake, and transfers of a part"
         if any(problem.stages[s].checkpoint_bytes is not None for s in held):
             return "recomputation"
-        if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages) and not self.options.fuse:
-            return "fused backwards"
+        if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages):
+            # W's ascend here, fused ones too; where some backwards are fused, exchanging W's may lengthen a schedule.
+            return "a W that a later fused backward overtakes" if self.options.fuse else "fused backwards"
         return ""
 
     def vector(self, found: Incumbent) -> Floats:

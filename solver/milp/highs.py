@@ -27,6 +27,11 @@ _STATUS = {
 }
 
 
+def status_of(status: highspy.HighsModelStatus) -> str:
+    """HiGHS's status as ``MilpResult.status``."""
+    return _STATUS.get(status, "failed")
+
+
 @dataclass(frozen=True)
 class Settings:
     """How HiGHS runs.
@@ -187,7 +192,7 @@ def highs_lp(matrix: Matrix) -> highspy.HighsLp:
 
 def _result(solver: highspy.Highs, matrix: Matrix, seconds: float) -> MilpResult:
     info = solver.getInfo()
-    status = _STATUS.get(solver.getModelStatus(), "failed")
+    status = status_of(solver.getModelStatus())
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     objective = info.objective_function_value if found else INF
     bound = info.mip_dual_bound

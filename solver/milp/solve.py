@@ -8,9 +8,10 @@ from typing import Any
 from optpipe import metrics, semantics
 from optpipe.ops import Floats, Ops
 from optpipe.problem import Problem
+from solver.milp import child, highs, pulp_backend
 from solver.milp.extract import schedule
 from solver.milp.formulation import Options, formulate
-from solver.milp.highs import Settings, solve
+from solver.milp.highs import MilpResult, Settings
 from solver.milp.precedence import Contradiction
 
 
@@ -27,7 +28,33 @@ def solve_milp(
     on_improvement: Callable[[Ops], None] | None = None,
     backend: str = "highs",
 ) -> tuple[Ops | None, float | None, dict[str, Any]]:
-    """The best schedule of the program, a proven bound of the problem's objective (None: none), and facts."""
+    """Solve the program of a problem from a known schedule.
+
+    Parameters
+    ----------
+    start
+        A valid schedule: it bounds the times, and the solver starts from it. None: none is known.
+    time_limit, gap, threads, seed
+        Of the solver.
+    lower_bound
+        A proven bound of the objective, ms.
+    on_improvement
+        Called with each better schedule while the solver runs.
+    backend
+        ``highs``: HiGHS in a process of its own, so that the limit holds; ``highs-here``: in this one, for small
+        programs; else the name of a solver that PuLP finds.
+
+    Returns
+    -------
+    schedule, bound, facts
+        The best valid schedule that the solver found (or None), a proven bound of the problem's objective in ms (None:
+        nothing was proven), and what there is to report.
+
+    Raises
+    ------
+    InputError
+        The backend is unknown.
+    """
     value = None
     if start is not None:
         value = metrics.span(problem, start) if objective == "span" else semantics.makespan(start)
@@ -41,12 +68,15 @@ def solve_milp(
         if on_improvement is not None and (ops := schedule(program, x)) is not None:
             on_improvement(ops)
 
-    result = solve(
-        program.matrix,
-        Settings(time_limit=time_limit, gap=gap, threads=threads, seed=seed),
-        start=None if start is None else program.vector_of(start),
-        on_improvement=improved,
-    )
+    settings = Settings(time_limit=time_limit, gap=gap, threads=threads, seed=seed)
+    vector = None if start is None else program.vector_of(start)
+    result: MilpResult
+    if backend == "highs":
+        result = child.solve(program.matrix, settings, start=vector, on_improvement=improved)
+    elif backend == "highs-here":
+        result = highs.solve(program.matrix, settings, start=vector, on_improvement=improved)
+    else:
+        result = pulp_backend.solve(program, backend, settings, vector)
     facts = {
         "status": result.status,
         "nodes": result.nodes,
