@@ -1,0 +1,122 @@
+"""Large-neighbourhood search: HiGHS solves the MILP in which only the ops of a window may change their order.
+
+Everything outside the window keeps its order and enters exactly, as heads and tails of the ops inside. A window is a
+stretch of time on all devices, a longer one on a few neighbouring devices, or a few microbatches on all devices. How
+wide it is follows from how long the last ones of its kind took to solve.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from optpipe.ops import Bools, Floats
+from optpipe.problem import Problem
+from solver.incumbent import SAME
+from solver.incumbent import Incumbent as Best
+from solver.milp import highs
+from solver.milp.extract import schedule
+from solver.milp.formulation import Options, formulate, free_window
+from solver.milp.highs import Settings
+from solver.milp.incumbent import Incumbent, incumbent
+from solver.milp.precedence import Contradiction
+from solver.milp.table import op_table
+
+#: Seconds for one window; a window that is solved in a quarter of it may be wider.
+_SECONDS = 3.0
+#: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
+_MOST_BINARIES = 900
+#: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
+_TIDY = 1e-3
+
+
+@dataclass
+class _Shape:
+    """A kind of window: ``part`` of the makespan that it spans, devices and microbatches in it (None: all)."""
+
+    part: float
+    devices: int | None = None
+    microbatches: int | None = None
+
+    def resize(self, factor: float) -> None:
+        self.part = min(1.0, max(0.02, self.part * factor))
+
+
+def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: float) -> None:
+    """Solve windows of the best schedule, one after the other; better ones are offered to ``best``.
+
+    Parameters
+    ----------
+    best
+        Holds a schedule without recomputation and partial transfers; others are left alone.
+    windows
+        How many to solve at most.
+    seconds
+        Time to spend at most; also ends when ``best`` is at the bound.
+    """
+    end = best.seconds + seconds
+    problem, objective = best.problem, best.options.objective
+    shapes = [_Shape(0.15), _Shape(0.4, devices=3), _Shape(1.0, microbatches=2)]
+    present = best.ops
+    for number in range(windows):
+        left = end - best.seconds
+        if present is None or best.at_bound or left <= 0.05:
+            return
+        found = incumbent(problem, op_table(problem, offload=True, fuse=True), present)
+        if found is None:
+            return
+        shape = shapes[number % len(shapes)]
+        free = _window(problem, found, shape, rng)
+        try:
+            program = formulate(
+                problem,
+                Options(objective=objective),
+                upper=found.objective[objective] * (1 + SAME),
+                lower=best.bound,
+                known=found,
+                free=free,
+            )
+        except Contradiction:
+            continue
+        if program.matrix.num_binaries > _MOST_BINARIES:
+            shape.resize(0.7)
+            continue
+        if program.matrix.num_binaries == 0:
+            shape.resize(1.5)
+            continue
+        matrix = program.matrix._replace(cost=_tidied(program.matrix.cost, program.start, free, best.value, rng))
+        settings = Settings(time_limit=min(_SECONDS, left), gap=1e-4, threads=1, seed=rng.getrandbits(30))
+        result = highs.solve(matrix, settings, start=program.vector(found))
+        shape.resize(1.25 if result.seconds < _SECONDS / 4 else 0.85 if result.status == "time limit" else 1.0)
+        if result.solution is None:
+            continue
+        ops = schedule(program, result.solution)
+        if ops is not None and best.objective(ops) <= best.value * (1 + SAME):
+            present = ops
+            best.offer(ops, "windows")
+
+
+def _window(problem: Problem, found: Incumbent, shape: _Shape, rng: random.Random) -> Bools:
+    """What a window of this shape frees, at a random place."""
+    length = float(found.end.max())
+    width = shape.part * length
+    begin = rng.uniform(-0.5 * width, length - 0.5 * width) if shape.part < 1.0 else 0.0
+    devices = microbatches = None
+    if shape.devices is not None:
+        first = rng.randrange(max(1, problem.num_devices - shape.devices + 1))
+        devices = range(first, min(problem.num_devices, first + shape.devices))
+    if shape.microbatches is not None:
+        first = rng.randrange(max(1, problem.num_microbatches - shape.microbatches + 1))
+        microbatches = range(first, min(problem.num_microbatches, first + shape.microbatches))
+    return free_window(found, problem, begin, begin + width, devices=devices, microbatches=microbatches)
+
+
+def _tidied(cost: Floats, start: np.ndarray, free: Bools, value: float, rng: random.Random) -> Floats:
+    """The costs, with small random ones on the starts of the free ops: among equals they pull them forward."""
+    weighed = cost.copy()
+    ops = np.flatnonzero(free)
+    noise = np.random.default_rng(rng.getrandbits(32)).random(len(ops))
+    weighed[start[ops]] += _TIDY * noise / max(1, len(ops))
+    return weighed
