@@ -108,6 +108,14 @@ class Incumbent:
         self.report()
         return True
 
+    def taker(self, source: str) -> Callable[[Ops], None]:
+        """A callback that offers what a search finds."""
+
+        def take(ops: Ops) -> None:
+            self.offer(ops, source)
+
+        return take
+
     def raise_bound(self, bound: float) -> None:
         """A proven lower bound of the objective, ms."""
         if bound > self.bound:

@@ -5,28 +5,34 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from optpipe import memory
 from optpipe.errors import Infeasible, InputError
+from optpipe.ops import Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from optpipe.verify import verify_plan
+from optpipe.verify import verify, verify_plan
 from solver import feasibility
 from solver.ada_offload import ada_offload
-from solver.annealing import anneal
 from solver.bounds import lower_bound
 from solver.incumbent import Incumbent, Progress
 from solver.options import SolveOptions, physical_cores
-from solver.schedules import SCHEDULES, DoesNotApply
-from solver.search import search_around, search_rules
+from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit, generate
+from solver.search import Portfolio
 
 #: Methods that are no known schedule.
 SEARCHES = ("auto", "search", "milp")
 
-#: List schedules that the first search over rules may make, and ops that it may place in them.
-_RUNS, _PLACED = 400, 2_000_000
-#: Order bits up to which the MILP is worth its time.
+#: Compute ops up to which the MILP is worth its time.
 _MILP_OPS = 420
-#: Beyond the gap asked for, ``auto`` still polishes for this part of the time limit, and at most for so many seconds.
-_POLISH_PART, _POLISH_SECONDS = 0.2, 10.0
+#: Compute ops from which on known schedules are tried only until one is good enough.
+_LARGE_OPS = 20_000
+#: Schedules that need not be tried where the other one fits; and those that are tried only if nothing else fits.
+_NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b"}
+_LAST_RESORTS = ("sequential",)
+#: The MILP's part of the time that is left, and seconds that it gets where the gap asked for is reached already.
+_MILP_PART, _MILP_POLISH = 0.6, 10.0
+#: The first round of search, which is made whatever gap would do, takes at most this part of the time.
+_FIRST_PART = 0.3
 
 
 def methods() -> tuple[str, ...]:
@@ -78,80 +84,69 @@ def _named(incumbent: Incumbent) -> None:
     """A known schedule as it is; whether it fits is for the verifier to say."""
     name, problem = incumbent.options.method, incumbent.problem
     try:
-        if name == "ada-offload":
-            ops = ada_offload(problem, objective=incumbent.options.objective)
-        else:
-            ops = SCHEDULES[name](problem)
+        ops = _known(name, problem, incumbent.options.objective)
+    except DoesNotFit as reason:
+        raise Infeasible(f"'{name}' does not fit: it {reason}", feasibility.smallest_budgets(problem)) from None
     except DoesNotApply as reason:
         raise InputError("", "method", f"'{name}' does not apply: it {reason}") from None
-    if not incumbent.offer(ops, name):
-        from optpipe.memory import peaks
+    if incumbent.offer(ops, name):
+        return
+    smallest = feasibility.smallest_budgets(problem)
+    for device, peak in enumerate(memory.peaks(problem, ops)):
+        budget = problem.devices[device].memory_bytes
+        if budget is not None and peak > budget:
+            raise Infeasible(
+                f"'{name}' does not fit: device {device} needs {peak} bytes, its budget is {budget}; "
+                f"smallest budget that works with other schedules: {smallest[device]} bytes",
+                smallest,
+            )
+    raise AssertionError(f"the schedule '{name}' breaks rules other than memory: {verify(problem, ops)[0]}")
 
-        for device, peak in enumerate(peaks(problem, ops)):
-            budget = problem.devices[device].memory_bytes
-            if budget is not None and peak > budget:
-                raise Infeasible(
-                    f"'{name}' does not fit: device {device} needs {peak} bytes, its budget is {budget}; "
-                    f"smallest budget that works with other schedules: {feasibility.smallest_budgets(problem)[device]}",
-                    feasibility.smallest_budgets(problem),
-                )
-        raise AssertionError(f"the schedule '{name}' breaks rules other than memory: {_violations(problem, ops)}")
 
-
-def _violations(problem: Problem, ops: object) -> str:
-    from optpipe.verify import verify
-
-    return "; ".join(verify(problem, ops)[:3])  # type: ignore[arg-type]
+def _known(name: str, problem: Problem, objective: str) -> Ops:
+    if name == "ada-offload":
+        return ada_offload(problem, objective=objective)
+    return generate(name, problem, objective)
 
 
 def _search(incumbent: Incumbent) -> None:
-    """Known schedules, then search, then the MILP where the problem is small enough for it."""
+    """Known schedules, then search, then the MILP where the problem is small enough for it, then more search."""
     problem, options = incumbent.problem, incumbent.options
-    rng = random.Random(options.seed)
     _starts(incumbent)
-    ops = 3 * problem.num_stages * problem.num_microbatches
-    runs = max(4, min(_RUNS, _PLACED // ops))
-    polish = min(_POLISH_SECONDS, _POLISH_PART * options.time_limit)
+    portfolio = Portfolio(incumbent, random.Random(options.seed))
+    if not incumbent.at_bound:
+        portfolio.round(incumbent.left * _FIRST_PART)
     if options.method == "milp":
-        search_rules(incumbent, rng, runs=min(runs, 60), seconds=min(polish, incumbent.left / 4))
         _milp(incumbent, incumbent.left)
         return
-    search_rules(incumbent, rng, runs=runs, seconds=min(polish / 2, incumbent.left / 3))
-    search_around(incumbent, rng, runs=runs, seconds=min(polish / 2, incumbent.left / 3))
-    if options.method == "auto" and ops <= _MILP_OPS and not incumbent.at_bound:
+    small = 3 * problem.num_stages * problem.num_microbatches <= _MILP_OPS
+    if options.method == "auto" and small and not incumbent.at_bound:
         # A small problem is cheap to solve to the end, whatever gap would do.
-        _milp(incumbent, polish if incumbent.good_enough else 0.6 * incumbent.left)
+        _milp(incumbent, _MILP_POLISH if incumbent.good_enough else _MILP_PART * incumbent.left)
     while not incumbent.finished and not incumbent.at_bound:
-        _deepen(incumbent, rng, min(incumbent.left, 10.0))
-
-
-def _deepen(incumbent: Incumbent, rng: random.Random, seconds: float) -> None:
-    """One more round of search around the best schedule."""
-    assert incumbent.ops is not None
-    if incumbent.ops.is_compute.all() and incumbent.options.objective == "makespan":
-        found = anneal(
-            incumbent.problem, incumbent.ops, seconds=seconds / 2, goal=incumbent.bound, seed=rng.getrandbits(32)
-        )
-        incumbent.offer(found, "annealing")
-        seconds /= 2
-    search_rules(incumbent, rng, runs=10**9, seconds=0.3 * seconds)
-    search_around(incumbent, rng, runs=10**9, seconds=0.7 * seconds)
+        portfolio.round(incumbent.left)
 
 
 def _starts(incumbent: Incumbent) -> None:
-    """The known schedules that fit. One microbatch at a time comes last: it fits where anything does."""
+    """The known schedules that fit, the most promising first; for a large problem only until one is good enough."""
     problem, objective = incumbent.problem, incumbent.options.objective
-    generators: dict[str, Callable[[], object]] = {
-        "ada-offload": lambda: ada_offload(problem, objective=objective),
-        **{name: (lambda generate=generate: generate(problem)) for name, generate in SCHEDULES.items()},
-    }
-    for name, generate in generators.items():
-        if incumbent.at_bound or (incumbent.ops is not None and incumbent.left <= 0):
+    compute_ops = 3 * problem.num_stages * problem.num_microbatches
+    offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
+    first = ("ada-offload", "zero-bubble", "zb-v") if offloads else ("zero-bubble", "zb-v", "ada-offload")
+    fit: set[str] = set()
+    for name in dict.fromkeys((*first, *SCHEDULES)):
+        if incumbent.at_bound or (fit and (incumbent.left <= 0 or name in _LAST_RESORTS)):
             return
+        if incumbent.good_enough and compute_ops > _LARGE_OPS:
+            return
+        if _NO_BETTER_THAN.get(name) in fit:
+            continue
         try:
-            incumbent.offer(generate(), name)  # type: ignore[arg-type]
+            incumbent.offer(ops := _known(name, problem, objective), name)
         except DoesNotApply:
             continue
+        if not verify(problem, ops):
+            fit.add(name)
 
 
 def _milp(incumbent: Incumbent, seconds: float) -> None:
@@ -171,7 +166,7 @@ def _milp(incumbent: Incumbent, seconds: float) -> None:
         threads=options.threads or physical_cores(),
         seed=options.seed,
         lower_bound=incumbent.bound,
-        on_improvement=lambda better: incumbent.offer(better, "milp"),
+        on_improvement=incumbent.taker("milp"),
         backend=options.backend,
     )
     incumbent.offer(ops, "milp")

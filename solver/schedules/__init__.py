@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from optpipe.ops import Ops
 from optpipe.problem import Problem
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.gpipe import gpipe, gpipe_recompute
 from solver.schedules.one_f_one_b import one_f_one_b
 from solver.schedules.sequential import sequential
@@ -17,13 +17,12 @@ from solver.schedules.v_pattern import v_half, v_min
 from solver.schedules.zero_bubble import zero_bubble
 from solver.schedules.zero_bubble_v import zero_bubble_v
 
-__all__ = ["SCHEDULES", "DoesNotApply", "Generator"]
+__all__ = ["SCHEDULES", "DoesNotApply", "DoesNotFit", "Generator", "generate"]
 
 Generator = Callable[[Problem], Ops]
 
 #: Name -> generator; a generator raises ``DoesNotApply`` where it is not defined.
 SCHEDULES: dict[str, Generator] = {
-    "sequential": sequential,
     "gpipe": gpipe,
     "gpipe-recompute": gpipe_recompute,
     "1f1b": one_f_one_b,
@@ -31,4 +30,22 @@ SCHEDULES: dict[str, Generator] = {
     "zb-v": zero_bubble_v,
     "v-half": v_half,
     "v-min": v_min,
+    "sequential": sequential,
 }
+
+#: Generators that choose among variants, and so care for the objective.
+_CHOOSING = {zero_bubble, zero_bubble_v, v_half, v_min}
+
+
+def generate(name: str, problem: Problem, objective: str = "makespan") -> Ops:
+    """The known schedule ``name`` for a problem; of its variants, if it has any, the best by ``objective``.
+
+    Raises
+    ------
+    DoesNotApply
+        It is not defined for this problem.
+    DoesNotFit
+        It adapts to the memory, but there is not enough.
+    """
+    generator = SCHEDULES[name]
+    return generator(problem, objective=objective) if generator in _CHOOSING else generator(problem)

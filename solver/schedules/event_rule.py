@@ -91,6 +91,7 @@ class _Run:
         self.starts: tuple[list[list[float]], ...] = tuple([[] for _ in range(S)] for _ in range(3))
         self.steps: list[list[Step]] = [[] for _ in range(S)]
         self.free, self.idle, self.held = [0.0] * S, [0.0] * S, [0] * S
+        self.idlest = 0.0
         self.heap: list[tuple[float, int]] = [(0.0, 0)]
         self.left = tab.m * sum(2 if fused else 3 for fused in self.fused)
         self.eps = 1e-9 * max(max(lengths) for lengths in self.length)
@@ -125,7 +126,7 @@ class _Run:
         length, gap = self.length[_W][s], arrival - now
         if length <= gap + self.eps:
             return True
-        if gap > max(self.idle) - self.idle[s]:
+        if gap > self.idlest - self.idle[s]:
             return gap >= self.policy.threshold * length
         return not self.policy.lazy and gap >= self.policy.threshold * length
 
@@ -149,6 +150,7 @@ class _Run:
         tab, starts = self.tab, self.starts[what][s]
         if self.steps[s]:
             self.idle[s] += max(0.0, now - self.free[s])
+            self.idlest = max(self.idlest, self.idle[s])
         if what == _F:
             kind, taken, neighbour = Kind.F, tab.activation[s], s + 1
         elif what == _B:

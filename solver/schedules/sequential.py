@@ -12,7 +12,7 @@ from optpipe.ops import Kind, Op, Ops
 from optpipe.problem import Problem
 from optpipe.timing import earliest
 from solver.feasibility import resting_place, sequential_peak
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotFit
 
 
 def sequential(problem: Problem) -> Ops:
@@ -20,7 +20,7 @@ def sequential(problem: Problem) -> Ops:
 
     Raises
     ------
-    DoesNotApply
+    DoesNotFit
         Even so a device's memory is too small: no schedule fits then.
     """
     away = [_leaving(problem, d) for d in range(problem.num_devices)]
@@ -59,7 +59,7 @@ def _leaving(problem: Problem, device: int) -> dict[int, Kind]:
     rest = {s: resting_place(problem, s) for s in held}
     sizes = {s: rest[s].bytes for s in held}
     if budget is not None and sequential_peak(problem, held, sizes) > budget:
-        raise DoesNotApply(f"device {device} cannot hold even one microbatch")
+        raise DoesNotFit(f"device {device} cannot hold even one microbatch")
     leaves = {s: kind for s in held if (kind := rest[s].kind) is not None}
     for s in sorted(leaves, key=lambda s: (-rest[s].cost_ms, s)):
         stays = {**sizes, s: problem.stages[s].activation_bytes}

@@ -19,7 +19,7 @@ from itertools import islice, product
 from optpipe import memory, metrics, semantics
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotFit
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import v_positions
 from solver.schedules.weights import with_weights
@@ -28,7 +28,7 @@ _PERIOD = 6
 #: Largest sum of the turns of a block; longer ones only add to the lifespans.
 _MOST_TURN = 10
 #: Ops placed at most, over all blocks tried; one block is tried in any case.
-_WORK = 600_000
+_WORK = 300_000
 Hops = tuple[int, int, int, int]
 Times = tuple[int, int, int, int]
 
@@ -58,7 +58,7 @@ def v_min(problem: Problem, *, objective: str = "makespan") -> Ops:
 def _best(problem: Problem, hops: list[Hops], objective: str) -> Ops:
     """The best of the blocks that need the least memory, with W's where the block has them or where they cost least."""
     D = v_positions(problem)
-    most = max(1, _WORK // (9 * problem.num_stages * problem.num_microbatches))
+    most = max(1, _WORK // (18 * problem.num_stages * problem.num_microbatches))
     patterns = islice((block for row in hops for block in blocks(D, row)), most)
     found = [_unrolled(problem, block) for block in patterns]
     timed = [in_order(problem, orders) for orders in found]
@@ -70,7 +70,7 @@ def _best(problem: Problem, hops: list[Hops], objective: str) -> Ops:
         for lazy in (True, False):
             try:
                 candidates.append(in_order(problem, with_weights(problem, bare, budgets, lazy=lazy)))
-            except DoesNotApply:
+            except DoesNotFit:
                 continue
     value = metrics.span if objective == "span" else lambda _, ops: semantics.makespan(ops)
     return min(candidates, key=lambda ops: value(problem, ops))

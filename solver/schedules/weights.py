@@ -8,11 +8,12 @@ many as memory asks for.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 
 from optpipe.ops import Kind
 from optpipe.problem import Problem
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotFit
 from solver.schedules.orders import Step, duration
 
 
@@ -34,7 +35,7 @@ def with_weights(
 
     Raises
     ------
-    DoesNotApply
+    DoesNotFit
         The order needs more memory even if every W runs at once.
     """
     filling = _Filling(problem, orders, budgets, lazy)
@@ -46,7 +47,7 @@ def with_weights(
                 heapq.heappush(heap, (at, other))
     for d in range(len(orders)):
         if not filling.finished(d):
-            raise DoesNotApply(f"needs more memory on device {d} than {budgets[d]} bytes")
+            raise DoesNotFit(f"needs more memory on device {d} than {budgets[d]} bytes")
     return filling.steps
 
 
@@ -55,8 +56,9 @@ class _Filling:
         self.problem, self.orders, self.budgets, self.lazy = problem, orders, budgets, lazy
         D = len(orders)
         self.at, self.clock, self.idle, self.held = [0] * D, [0.0] * D, [0.0] * D, [0] * D
+        self.idlest = 0.0
         self.steps: list[list[Step]] = [[] for _ in range(D)]
-        self.pending: list[list[Step]] = [[] for _ in range(D)]
+        self.pending: list[deque[Step]] = [deque() for _ in range(D)]
         self.end: dict[Step, float] = {}
         self.asleep: dict[Step, int] = {}
 
@@ -78,7 +80,7 @@ class _Filling:
 
     def _is_due(self, d: int, gap: float) -> bool:
         length = duration(self.problem, Kind.W, self.pending[d][0].stage)
-        return length <= gap + 1e-9 or not self.lazy or gap > max(self.idle) - self.idle[d]
+        return length <= gap + 1e-9 or not self.lazy or gap > self.idlest - self.idle[d]
 
     def _fits(self, d: int, step: Step) -> bool:
         return self.held[d] + self.problem.stages[step.stage].activation_bytes <= self.budgets[d]
@@ -101,10 +103,11 @@ class _Filling:
         stage = self.problem.stages[step.stage]
         if self.steps[d]:
             self.idle[d] += max(0.0, now - self.clock[d])
+            self.idlest = max(self.idlest, self.idle[d])
         self.clock[d] = self.end[step] = now + duration(self.problem, step.kind, step.stage)
         self.steps[d].append(step)
         if step.kind == Kind.W:
-            self.pending[d].pop(0)
+            self.pending[d].popleft()
             self.held[d] -= stage.weight_context_bytes
         else:
             self.at[d] += 1

@@ -13,7 +13,7 @@ from itertools import product
 from optpipe.ops import Ops
 from optpipe.problem import Problem
 from solver.bounds import lower_bound
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.event_rule import EventPolicy, Outcome, Preference, simulate
 from solver.schedules.orders import in_order
 from solver.tables import Tables, least_work, paths, tables
@@ -21,7 +21,7 @@ from solver.tables import Tables, least_work, paths, tables
 _PREFERENCES: tuple[Preference, ...] = ("backward", "forward", "alternate")
 
 #: Ops simulated at most, over all policies tried.
-_WORK = 500_000
+_WORK = 300_000
 
 
 def zero_bubble(problem: Problem, *, objective: str = "makespan", work: int = _WORK) -> Ops:
@@ -39,13 +39,15 @@ def zero_bubble(problem: Problem, *, objective: str = "makespan", work: int = _W
     Raises
     ------
     DoesNotApply
-        A device holds more than one stage, or not one activation fits.
+        A device holds more than one stage.
+    DoesNotFit
+        Not one activation fits.
     """
     if problem.num_stages != problem.num_devices:
         raise DoesNotApply("needs one stage a device")
     tab = tables(problem)
     if any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)):
-        raise DoesNotApply("needs room for one microbatch's activations on every device")
+        raise DoesNotFit("needs room for one microbatch's activations on every device")
     bound = lower_bound(problem, objective=objective)
     best, best_value = None, math.inf
     for policy in policies(tab):
@@ -59,7 +61,7 @@ def zero_bubble(problem: Problem, *, objective: str = "makespan", work: int = _W
         if best_value <= bound * (1 + 1e-9):
             break
     if best is None:
-        raise DoesNotApply("no policy of the event rule came to an end")
+        raise DoesNotFit("needs more memory than there is")
     return in_order(problem, best.orders)
 
 

@@ -19,7 +19,7 @@ from itertools import product
 from optpipe import metrics, semantics
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotFit
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import v_positions
 from solver.tables import NO_LIMIT, Tables, tables
@@ -31,7 +31,9 @@ def zero_bubble_v(problem: Problem, *, objective: str = "makespan") -> Ops:
     Raises
     ------
     DoesNotApply
-        No V placement, or a budget below what the fill of a V holds.
+        No V placement.
+    DoesNotFit
+        A budget below what the fill of a V holds.
     """
     D = v_positions(problem)
     found: list[tuple[float, int, Ops]] = []
@@ -51,7 +53,7 @@ def zero_bubble_v(problem: Problem, *, objective: str = "makespan") -> Ops:
             found.append((value, number, ops))
             allowed = build.idle
     if not found:
-        raise DoesNotApply("needs more memory for the fill of a V")
+        raise DoesNotFit("needs more memory for the fill of a V")
     return min(found, key=lambda entry: entry[:2])[2]
 
 
@@ -83,6 +85,7 @@ class _Build:
         self.m = self.tab.m
         self.end: dict[Step, float] = {}
         self.clock, self.idle, self.held = [0.0] * D, [0.0] * D, [0] * D
+        self.idlest = 0.0
         self.steps: list[list[Step]] = [[] for _ in range(D)]
         self.count = {kind: [[0] * D, [0] * D] for kind in (Kind.F, Kind.B)}
         self.pending: list[deque[Step]] = [deque() for _ in range(D)]
@@ -174,7 +177,7 @@ class _Build:
         """W's that fit before the arrival; one more if this device would else become the idlest of all."""
         while self.pending[i] and arrival >= self.clock[i] + self._length(self.pending[i][0]) - 1e-9:
             self._weight(i)
-        most = max(max(self.idle), self.variant.allowed[i])
+        most = max(self.idlest, self.variant.allowed[i])
         if self.pending[i] and may_delay and arrival - self.clock[i] > most - self.idle[i]:
             self._weight(i)
 
@@ -228,5 +231,6 @@ class _Build:
         start = max(self.clock[i], arrival)
         if self.steps[i]:
             self.idle[i] += start - self.clock[i]
+            self.idlest = max(self.idlest, self.idle[i])
         self.clock[i] = self.end[step] = start + self._length(step)
         self.steps[i].append(step)

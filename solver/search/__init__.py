@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from solver.search.around import search_around
-from solver.search.rules import search_rules
-from solver.search.stages import search_stages
+from solver.search.portfolio import Portfolio
 
-__all__ = ["search_around", "search_rules", "search_stages"]
+__all__ = ["Portfolio"]

@@ -1,0 +1,69 @@
+"""Rounds of all searches on one incumbent, each round twice as long as the one before."""
+
+from __future__ import annotations
+
+import random
+
+from optpipe.ops import Ops
+from solver.annealing import anneal
+from solver.incumbent import Incumbent
+from solver.policy import Policy
+from solver.search.around import search_around
+from solver.search.rules import POOL, search_rules
+from solver.search.stages import search_stages
+
+#: Ops that the list schedules of the first round may place, and list schedules that it makes at most in each search.
+_PLACED, _RUNS = 100_000, 250
+#: Largest schedule that the first round anneals, in ops.
+_ANNEALED = 5_000
+#: Policies whose stages are evolved in a round.
+_PARENTS = 3
+
+
+class Portfolio:
+    """The searches and what they learn from one round to the next.
+
+    A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
+    """
+
+    def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
+        self.incumbent, self.rng = incumbent, rng
+        self.pool: list[tuple[float, int, Policy]] = []
+        self.rounds = 0
+
+    def round(self, seconds: float) -> None:
+        """One round, of at most so many seconds: policies, single stages, around the best; orders, if it has no
+        transfers."""
+        incumbent, rng = self.incumbent, self.rng
+        problem = incumbent.problem
+        ops = 3 * problem.num_stages * min(problem.num_microbatches, 4 * problem.num_devices)
+        runs = max(4, min(_RUNS, _PLACED // ops)) * 2**self.rounds
+        end = incumbent.seconds + seconds
+        found = search_rules(incumbent, rng, runs=runs, seconds=0.3 * seconds)
+        self.pool = sorted(
+            [*self.pool, *((value, self.rounds, policy) for value, _, policy in found)], key=lambda entry: entry[:2]
+        )[:POOL]
+        if self.pool:
+            parents = [self.pool[0][2], *(entry[2] for entry in rng.sample(self.pool, min(_PARENTS, len(self.pool))))]
+            search_stages(incumbent, rng, parents, runs=2 * runs, seconds=0.5 * (end - incumbent.seconds))
+        if (orders := self._orders_alone()) is not None:
+            better = anneal(
+                problem,
+                orders,
+                seconds=0.5 * (end - incumbent.seconds),
+                goal=incumbent.bound,
+                seed=rng.getrandbits(32),
+                rounds=2 + self.rounds,
+                on_improvement=incumbent.taker("annealing"),
+            )
+            incumbent.offer(better, "annealing")
+        around = 2 * min(runs, _PLACED * 2**self.rounds // (3 * problem.num_stages * problem.num_microbatches))
+        search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
+        self.rounds += 1
+
+    def _orders_alone(self) -> Ops | None:
+        """The best schedule, if annealing of orders can improve it and does so in a round's time."""
+        ops = self.incumbent.ops
+        if ops is None or self.incumbent.options.objective != "makespan" or self.incumbent.at_bound:
+            return None
+        return ops if len(ops) <= _ANNEALED * 2**self.rounds and ops.is_compute.all() else None
