@@ -11,11 +11,15 @@ from solver.policy import Policy
 from solver.search.around import search_around
 from solver.search.rules import POOL, search_rules
 from solver.search.stages import search_stages
+from solver.search.windows import search_windows
 
 #: Ops that the list schedules of the first round may place, and list schedules that it makes at most in each search.
 _PLACED, _RUNS = 100_000, 250
 #: Largest schedule that the first round anneals, in ops.
 _ANNEALED = 5_000
+#: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
+#: largest problem in which a window is formulated fast enough.
+_WINDOWS, _WINDOWS_PART, _WINDOWED = 30, 0.6, 2_500
 #: Policies whose stages are evolved in a round.
 _PARENTS = 3
 
@@ -32,8 +36,8 @@ class Portfolio:
         self.rounds = 0
 
     def round(self, seconds: float) -> None:
-        """One round, of at most so many seconds: policies, single stages, around the best; orders, if it has no
-        transfers."""
+        """One round, of at most so many seconds: policies, single stages, orders alone if there are no transfers,
+        windows, around the best."""
         incumbent, rng = self.incumbent, self.rng
         problem = incumbent.problem
         ops = 3 * problem.num_stages * min(problem.num_microbatches, 4 * problem.num_devices)
@@ -57,6 +61,9 @@ class Portfolio:
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
+        if 3 * problem.num_stages * problem.num_microbatches <= _WINDOWED:
+            part = _WINDOWS_PART * (end - incumbent.seconds)
+            search_windows(incumbent, rng, windows=_WINDOWS * 2**self.rounds, seconds=part)
         around = 2 * min(runs, _PLACED * 2**self.rounds // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
         self.rounds += 1
