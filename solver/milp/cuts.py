@@ -59,7 +59,7 @@ def _to_the_end(model: Model, device: DeviceOrder) -> None:
     told = np.flatnonzero((device.column >= 0).any(axis=0))
     took = model.table.shortest[ops]
     known = took.sum() - took @ device.const[:, told]
-    terms = [(np.full(len(told), model.end_of_all), 1.0), (model.start[ops[told]], -1.0)]
+    terms = [(np.full(len(told), model.end_of_all), model.per_unit), (model.start[ops[told]], -1.0)]
     if model.objective == "span":
         terms.append((np.full(len(told), model.start[ops[0]]), 1.0))
     rows = model.builder.rows("rest_{}", (ops[told],), known, INF, terms)

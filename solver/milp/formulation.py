@@ -12,6 +12,7 @@ of the program is the optimum of the problem, so that its dual bound is one of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,11 @@ from solver.milp.table import OpTable, op_table
 
 #: How often windows and orders are derived from each other.
 _ROUNDS = 3
+
+#: ms: durations that are whole multiples of this are looked at for a common unit.
+_TICK = 1e-6
+#: Of the upper bound: a smaller unit is of no use.
+_SMALLEST_UNIT = 1e-5
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ class Formulation:
         int64 (ops,): the column of the start of each op of ``table``.
     decision
         int64 (ops,): the column that says whether an O or R takes place, whether a B or W is fused; -1 elsewhere.
-    objective_column
-        The objective's column.
+    objective_column, per_unit
+        The objective's column, and what one unit of it is in ms.
     bits
         What the binary columns mean.
     upper
@@ -93,6 +99,7 @@ class Formulation:
     start: Ints
     decision: Ints
     objective_column: int
+    per_unit: float
     bits: tuple[Bits, ...]
     devices: tuple[DeviceOrder, ...]
     windows: Windows
@@ -142,13 +149,26 @@ class Formulation:
         x[self.start] = found.start
         for bits in self.bits:
             x[bits.columns] = found.value(bits.meaning, bits.a, bits.b)
-        x[self.objective_column] = found.objective[self.options.objective]
+        x[self.objective_column] = found.objective[self.options.objective] / self.per_unit
         return x
 
     def vector_of(self, ops: Ops) -> Floats | None:
         """The same from ops; None where the program has no such schedule (see ``incumbent``)."""
         found = incumbent(self.problem, self.table, ops)
         return None if found is None else self.vector(found)
+
+
+def time_unit(problem: Problem, table: OpTable, upper: float) -> float:
+    """The largest time (ms) of which all durations and lags are whole multiples, if it is not too small; else 0.
+
+    Every start of some best schedule is a sum of durations and lags, so its objective is such a multiple too.
+    """
+    times = np.concatenate([table.base, table.base + table.scale, np.asarray(problem.comm_ms, np.float64)])
+    ticks = np.round(times / _TICK)
+    if (np.abs(ticks * _TICK - times) > 1e-9 * np.maximum(1.0, times)).any():
+        return 0.0
+    unit = math.gcd(*ticks.astype(np.int64).tolist()) * _TICK
+    return unit if unit > upper * _SMALLEST_UNIT else 0.0
 
 
 def _tight(problem: Problem, device: int) -> bool:
@@ -197,7 +217,7 @@ def formulate(
         if not decide_by_windows(table, devices, found, limit):
             break
         found = windows(table, devices, data, limit, by_device=by_device)
-    model = Model(problem, table, options.objective, limit, found, known, free)
+    model = Model(problem, table, options.objective, limit, found, time_unit(problem, table, limit), known, free)
     _write(model, devices, options, lower)
     return Formulation(
         problem=problem,
@@ -207,6 +227,7 @@ def formulate(
         start=model.start,
         decision=model.decision,
         objective_column=model.end_of_all,
+        per_unit=model.per_unit,
         bits=tuple(model.bits),
         devices=tuple(model.devices),
         windows=found,

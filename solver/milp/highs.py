@@ -145,7 +145,7 @@ def solve(
         wanted = stop
 
         def ask(event: highspy.highs.HighsCallbackEvent) -> None:
-            if wanted(event.data_out.mip_dual_bound):
+            if event.data_in is not None and wanted(event.data_out.mip_dual_bound):
                 event.data_in.user_interrupt = True
 
         solver.cbMipInterrupt.subscribe(ask)

@@ -58,7 +58,7 @@ def device_memory(model: Model, device: DeviceOrder, number: int) -> DeviceMemor
     """The memory of a device with a budget."""
     problem, table = model.problem, model.table
     stages = problem.stages
-    kind, stage = table.per_op(table.kind)[device.ops], table.per_op(table.stage)[device.ops]
+    kind, stage = (np.repeat(part, table.microbatches)[device.ops] for part in (table.kind, table.stage))
     activation = np.array([x.activation_bytes for x in stages], np.int64)[stage]
     context = np.array([x.weight_context_bytes for x in stages], np.int64)[stage]
     weight = np.where(kind == Kind.F, activation, np.where(kind == Kind.B, context - activation, -context))

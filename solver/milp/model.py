@@ -13,10 +13,13 @@ import numpy.typing as npt
 from optpipe.ops import Bools, Floats, Ints, Kind
 from optpipe.problem import Problem
 from solver.milp.precedence import SLACK, DevicePrecedence, Windows
-from solver.milp.sparse import INF, Builder
+from solver.milp.sparse import INF, Builder, Term
 from solver.milp.table import OpTable
 
 Objective = Literal["makespan", "span"]
+
+#: Of a unit: how far a bound of the objective may lie beyond a whole multiple because of rounding.
+_ROUND = 1e-6
 
 
 class Meaning(Enum):
@@ -75,8 +78,10 @@ class Model:
         int64 (ops,): the column that stretches the op (see ``OpTable.scale``), -1 where there is none.
     scale
         float64 (ops,): by how much, ms.
-    end_of_all
-        The column of the objective.
+    end_of_all, per_unit
+        The column of the objective, and what one unit of it is in ms.
+    unit
+        ms: the objective of some best schedule is a whole multiple of this; 0 where no such unit is known.
     first_op
         int64 (devices,): the first op of each device.
     known, free
@@ -88,6 +93,7 @@ class Model:
     objective: Objective
     upper: float
     windows: Windows
+    unit: float = 0.0
     known: Known | None = None
     free: Bools | None = None
     builder: Builder = field(default_factory=Builder)
@@ -98,6 +104,7 @@ class Model:
     scale: Floats = field(init=False)
     base: Floats = field(init=False)
     end_of_all: int = field(init=False)
+    per_unit: float = field(init=False)
     first_op: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,8 +178,14 @@ class Model:
         """The columns of the objective and of all starts."""
         ops = np.arange(self.table.num_ops)
         window = self.windows
-        lower = max(lower_bound, window.lower)
-        self.end_of_all = int(self.builder.columns(self.objective, (), min(lower, self.upper), self.upper, cost=1.0)[0])
+        lower = min(max(lower_bound, window.lower), self.upper)
+        whole = self.unit > 0
+        self.per_unit = self.unit if whole else 1.0
+        low, high = lower / self.per_unit, self.upper / self.per_unit
+        if whole:
+            low, high = np.ceil(low - _ROUND), np.floor(high + _ROUND)
+        column = self.builder.columns(self.objective, (), low, high, integer=whole, cost=self.per_unit)
+        self.end_of_all = int(column[0])
         if self.objective == "makespan":
             self.start = self.builder.columns("{}", (ops,), window.earliest, window.latest)
         else:
@@ -195,7 +208,7 @@ class Model:
         template: str,
         a: Ints,
         b: Ints,
-        lag: npt.ArrayLike = 0.0,
+        lag: float | Floats = 0.0,
         *,
         bit: Ints | None = None,
         when: int = 1,
@@ -224,7 +237,7 @@ class Model:
         self._rows(template, a, b, nothing, nothing, bit, when)
 
     def _rows(self, template: str, a: Ints, b: Ints, lag: Floats, stretch: Floats, bit: Ints | None, when: int) -> None:
-        terms = [(self.start[b], 1.0), (self.start[a], -1.0), (self.decision[a], -stretch)]
+        terms: list[Term] = [(self.start[b], 1.0), (self.start[a], -1.0), (self.decision[a], -stretch)]
         if bit is None:
             self.builder.rows(template, (a, b), lag, INF, terms)
             return

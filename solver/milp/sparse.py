@@ -7,7 +7,7 @@ numpy arrays, never with a loop over its members; names are spelled only when so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,16 @@ from optpipe.ops import Bools, Floats, Ints
 INF = float("inf")
 
 #: A term of a family of rows: one column (-1: none) and one coefficient for each row.
-Term = tuple[npt.ArrayLike, npt.ArrayLike]
+Term = tuple[Any, Any]
 
 
 class Family(NamedTuple):
-    """Members ``first`` to ``first + count`` share a template for their names, such as ``"{}_before_{}"``, which takes
-    one of ``labels`` (arrays of length ``count``: op numbers) for each pair of braces."""
+    """Members ``first`` to ``first + size`` share a template for their names, such as ``"{}_before_{}"``, which takes
+    one of ``labels`` (arrays of length ``size``: op numbers) for each pair of braces."""
 
     template: str
     first: int
-    count: int
+    size: int
     labels: tuple[Ints, ...]
 
 
@@ -72,7 +72,7 @@ class Matrix(NamedTuple):
 
     def activities(self, x: Floats) -> Floats:
         """float64 (rows,): the left-hand sides at ``x``."""
-        return np.bincount(self.row_of_entry(), self.value * x[self.column], self.num_rows)
+        return np.asarray(np.bincount(self.row_of_entry(), self.value * x[self.column], self.num_rows), np.float64)
 
     def violation(self, x: Floats) -> float:
         """The most by which ``x`` breaks a row, a bound or integrality."""
@@ -127,7 +127,7 @@ class Builder:
     def rows(
         self, template: str, labels: Sequence[Ints], lower: npt.ArrayLike, upper: npt.ArrayLike, terms: Sequence[Term]
     ) -> Ints:
-        """Add a family of rows ``lower <= sum of terms <= upper``, each with at most one entry a term; their numbers."""
+        """Add a family of rows ``lower <= sum of terms <= upper``, with at most one entry a term; their numbers."""
         count = len(labels[0]) if labels else 1
         number = np.arange(self.num_rows, self.num_rows + count)
         for column, value in terms:

@@ -98,9 +98,8 @@ def op_table(problem: Problem, *, offload: bool, fuse: bool) -> OpTable:
     """
     stages, m = problem.stages, problem.num_microbatches
     tight = [
-        problem.devices[d].memory_bytes is not None
-        and m * sum(stages[s].activation_bytes for s in held) > problem.devices[d].memory_bytes
-        for d, held in enumerate(problem.stages_of)
+        budget is not None and m * sum(stages[s].activation_bytes for s in held) > budget
+        for budget, held in zip((d.memory_bytes for d in problem.devices), problem.stages_of, strict=True)
     ]
     offloaded = tuple(s for s, stage in enumerate(stages) if offload and tight[stage.device] and problem.can_offload(s))
     fused = tuple(s for s, x in enumerate(stages) if fuse and x.bw_ms < x.backward_ms + x.weight_ms)

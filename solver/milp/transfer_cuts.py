@@ -64,5 +64,3 @@ def _homewards(model: Model, device: DeviceOrder, memory: DeviceMemory, away: Aw
     rows = model.builder.rows("homewards_{}_{}", (device.ops[event], device.ops[last]), side, INF, terms)
     row, k = np.nonzero(np.arange(len(mine)) <= j[:, None])
     model.builder.entries(rows[row], away.column[event[row], mine[k]], -took)
-
-

@@ -59,7 +59,8 @@ def _exclude(model: Model, a: Ints, b: Ints) -> None:
     a_first, b_first = _may_precede(model, a, b), _may_precede(model, b, a)
     # Where only one order is possible and the windows bring it about, there is nothing to say.
     apart = _always_apart(model, a, b) | _always_apart(model, b, a)
-    a, b, a_first, b_first = (part[~apart] for part in (a, b, a_first, b_first))
+    a, b = a[~apart], b[~apart]
+    a_first, b_first = a_first[~apart], b_first[~apart]
     first = _ahead(model, a, b, a_first)
     second = _ahead(model, b, a, b_first)
     terms = [(first, 1.0), (second, 1.0), (model.decision[a], -1.0), (model.decision[b], -1.0)]
