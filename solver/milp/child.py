@@ -1,172 +1,179 @@
-"""HiGHS in a process of its own, so that a time limit is a limit.
+"""HiGHS in a process of its own, which can be ended: a time limit that holds, and better solutions as they come.
 
-HiGHS looks at its clock between steps, and some steps (presolve, a large LP) take much longer than asked for. Here the
-parent ends the child when the time is over, and keeps the best solution and bound that it has sent until then.
-
-    parent  --matrix, settings, start-->  child (python -m solver.milp.child)
-            <--improved, bound, ..., result--
+HiGHS looks at its limits now and then only (not in some parts of presolve, for one). The child sends every better
+solution and bound at once, so that ending it loses nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
 import queue
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from optpipe.ops import Floats
-from solver.milp import highs
 from solver.milp.highs import MilpResult, OnImprovement, Settings
 from solver.milp.sparse import INF, Matrix
 from solver.milp.wire import read_message, write_message
 
-#: Seconds beyond the time limit that HiGHS gets to end by itself.
-GRACE = 1.0
-#: Seconds between two reports of the bound.
-_BOUND_EVERY = 0.5
+Message = tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]
 
-_Message = tuple[dict[str, Any], dict[str, Any]]
+#: Seconds: how long the child may take to end by itself after its limit, and how often the parent looks around.
+_GRACE, _POLL = 0.3, 0.05
 
 
 def solve(
     matrix: Matrix,
-    settings: Settings,
+    settings: Settings | None = None,
     *,
     start: Floats | None = None,
     on_improvement: OnImprovement | None = None,
+    stop: Callable[[float], bool] | None = None,
 ) -> MilpResult:
-    """As ``highs.solve``, in a child process that is ended ``GRACE`` seconds after the time limit.
+    """Solve a program in a child process. As ``highs.solve``, but the time limit holds: from the call to the return.
 
-    Ctrl-C in the parent ends the child and goes on.
+    Parameters
+    ----------
+    start
+        A vector to start from. If it is feasible and nothing better is found, it is the solution.
+    on_improvement, stop
+        Called in this thread, while the child runs.
     """
-    began = time.monotonic()
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    child = subprocess.Popen(
-        [sys.executable, "-m", "solver.milp.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert child.stdin is not None and child.stdout is not None
-    messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-    reader = threading.Thread(target=_read_all, args=(child.stdout, messages), daemon=True)
-    reader.start()
-    best = _Best(matrix)
-    try:
-        # The pipe's other end stays open: the child ends when it closes, that is, when this process is gone.
-        _send(child.stdin, matrix, settings, start)
-        deadline = began + settings.time_limit + GRACE
-        while True:
-            try:
-                message = messages.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                return best.result("time limit", time.monotonic() - began)
-            if message is None:
-                return best.result("failed", time.monotonic() - began, f"the solver ended with status {child.wait()}")
-            header, arrays = message
-            if header["kind"] == "result":
-                return MilpResult(**header["result"], solution=arrays.get("x"))
-            best.take(header, arrays.get("x"))
-            if header["kind"] == "improved" and on_improvement is not None:
-                on_improvement(header["objective"], best.bound, time.monotonic() - began, arrays["x"])
-    except BrokenPipeError:
-        return best.result("failed", time.monotonic() - began, f"the solver ended with status {child.wait()}")
-    finally:
-        child.kill()
-        child.wait()
-        reader.join()
-        child.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what was still buffered has no reader any more
-            child.stdin.close()
+    settings = settings or Settings()
+    return _Run(matrix, settings, start, on_improvement, stop).result()
 
 
-class _Best:
-    """What the child has sent so far."""
+class _Run:
+    """One child and what it has said so far."""
 
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
-        self.objective, self.bound = INF, -INF
+    def __init__(
+        self,
+        matrix: Matrix,
+        settings: Settings,
+        start: Floats | None,
+        on_improvement: OnImprovement | None,
+        stop: Callable[[float], bool] | None,
+    ) -> None:
+        self.matrix, self.settings, self.start = matrix, settings, start
+        self.on_improvement, self.stop = on_improvement, stop
+        self.began = time.monotonic()
+        self.bound, self.objective, self.nodes = -INF, INF, 0
         self.solution: Floats | None = None
+        if start is not None and matrix.violation(start) <= 1e-6:
+            self.solution, self.objective = start, float(matrix.cost @ start)
 
-    def take(self, header: dict[str, Any], x: Floats | None) -> None:
-        self.bound = max(self.bound, header["bound"])
-        if x is not None and header["objective"] < self.objective:
-            self.objective, self.solution = header["objective"], x
-
-    def result(self, status: str, seconds: float, message: str = "") -> MilpResult:
+    def result(self) -> MilpResult:
+        """Run the child to its end."""
+        with tempfile.TemporaryFile() as errors:
+            child = _start_child(errors)
+            try:
+                status, message = self._talk(child)
+            finally:
+                child.kill()
+                child.wait()
+                for pipe in (child.stdin, child.stdout):
+                    if pipe is not None:
+                        _close(pipe)
+            if status == "failed" and not message:
+                errors.seek(0)
+                message = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["HiGHS ended early"]
+                message = message[0]
         return MilpResult(
             status=status,
             objective=self.objective,
             bound=self.bound,
             solution=self.solution,
-            seconds=seconds,
-            nodes=0,
+            seconds=time.monotonic() - self.began,
+            nodes=self.nodes,
             rows=self.matrix.num_rows,
             columns=self.matrix.num_columns,
             binaries=self.matrix.num_binaries,
             message=message,
         )
 
+    def _talk(self, child: subprocess.Popen[bytes]) -> tuple[str, str]:
+        """Send the program, take messages until the child is done or out of time; status and message."""
+        assert child.stdin is not None and child.stdout is not None
+        inbox: queue.Queue[Message | None] = queue.Queue()
+        threading.Thread(target=_receive, args=(child.stdout, inbox), daemon=True).start()
+        threading.Thread(target=self._send, args=(child.stdin,), daemon=True).start()
+        end = self.began + self.settings.time_limit + _GRACE
+        asked = False
+        while True:
+            now = time.monotonic()
+            if now >= end:
+                return ("stopped" if asked else "time limit"), ""
+            try:
+                message = inbox.get(timeout=min(_POLL, end - now))
+            except queue.Empty:
+                if not asked and self.stop is not None and self.stop(self.bound):
+                    asked, end = True, min(end, now + 2 * _GRACE)
+                    _ask_to_stop(child.stdin)
+                continue
+            if message is None:
+                return "failed", ""
+            if (done := self._take(*message)) is not None:
+                return done
 
-def _read_all(stream: IO[bytes], messages: queue.SimpleQueue[_Message | None]) -> None:
-    try:
-        while (message := read_message(stream)) is not None:
-            messages.put(message)
-    finally:
-        messages.put(None)
+    def _send(self, pipe: IO[bytes]) -> None:
+        names = Matrix._fields
+        arrays = dict(zip(names, self.matrix, strict=True))
+        if self.start is not None:
+            arrays["start"] = self.start
+        header = asdict(self.settings) | {"began": self.began}
+        try:
+            write_message(pipe, header, arrays)
+        except (OSError, ValueError):
+            pass  # The child is gone; the inbox says so.
+
+    def _take(self, header: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[str, str] | None:
+        """Take one message; status and message if it is the last one."""
+        self.bound = max(self.bound, float(header["bound"]))
+        self.nodes = int(header["nodes"])
+        if "solution" in arrays and header["objective"] < self.objective + 1e-9 * abs(self.objective):
+            self.objective, self.solution = float(header["objective"]), arrays["solution"]
+            if self.on_improvement is not None and header["kind"] == "improved":
+                seconds = time.monotonic() - self.began
+                self.on_improvement(self.objective, self.bound, seconds, self.solution)
+        return (str(header["status"]), str(header["message"])) if header["kind"] == "done" else None
 
 
-def _send(stream: IO[bytes], matrix: Matrix, settings: Settings, start: Floats | None) -> None:
-    arrays = dict(matrix._asdict())
-    if start is not None:
-        arrays["start"] = start
-    write_message(stream, {"settings": dataclasses.asdict(settings)}, arrays)
-
-
-def main() -> None:
-    """The child: reads one program from standard input, writes what it finds to standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the child
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed must not come between the messages
-    message = read_message(sys.stdin.buffer)
-    if message is None:
-        return
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    header, arrays = message
-    start = arrays.pop("start", None)
-    told = [0.0]
-
-    def improved(objective: float, bound: float, _: float, x: Floats) -> None:
-        write_message(out, {"kind": "improved", "objective": objective, "bound": bound}, {"x": x})
-
-    def report(bound: float) -> bool:
-        if time.monotonic() - told[0] > _BOUND_EVERY and bound > -INF:
-            told[0] = time.monotonic()
-            write_message(out, {"kind": "bound", "bound": bound})
-        return False
-
-    result = highs.solve(
-        Matrix(**arrays), Settings(**header["settings"]), start=start, on_improvement=improved, stop=report
+def _start_child(errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    # The child finds the same modules as this process, wherever it is started.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    command = [sys.executable, "-m", "solver.milp.worker"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=False
     )
-    facts = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "solution"}
-    solution = {} if result.solution is None else {"x": np.asarray(result.solution, np.float64)}
-    write_message(out, {"kind": "result", "result": facts}, solution)
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # returns at the end of the stream only
-    os._exit(1)
+def _receive(pipe: IO[bytes], inbox: queue.Queue[Message | None]) -> None:
+    try:
+        while (message := read_message(pipe)) is not None:
+            inbox.put(message)
+    except (OSError, ValueError):
+        pass
+    inbox.put(None)
 
 
-if __name__ == "__main__":
-    main()
+def _ask_to_stop(pipe: IO[bytes]) -> None:
+    try:
+        write_message(pipe, {"stop": True})
+    except (OSError, ValueError):
+        pass
+
+
+def _close(pipe: IO[bytes]) -> None:
+    try:
+        pipe.close()
+    except OSError:
+        pass

@@ -95,7 +95,7 @@ class MilpResult:
 class _Quiet(highspy.Highs):
     """HiGHS without its banner, which the first call would print to standard output."""
 
-    def enableCallbacks(self) -> None:
+    def enableCallbacks(self) -> None:  # noqa: N802 (highspy calls it so)
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()
 
