@@ -20,7 +20,7 @@ from optpipe.ops import Ops
 from optpipe.problem import Problem
 from solver.list_scheduler import run, to_ops
 from solver.policy import Policy
-from solver.schedules.errors import DoesNotApply
+from solver.schedules.errors import DoesNotFit
 from solver.tables import paths, tables
 
 #: Ops that all policies tried may place, together, before one is chosen on a smaller problem.
@@ -82,7 +82,7 @@ def ada_offload(problem: Problem, *, objective: str = "makespan", work: int = _W
 
     Raises
     ------
-    DoesNotApply
+    DoesNotFit
         A device cannot hold one microbatch's activations of all its stages.
     """
     policies = list(_OFFLOADING if any(tables(problem).movable) else _KEEPING)
@@ -95,7 +95,7 @@ def ada_offload(problem: Problem, *, objective: str = "makespan", work: int = _W
         policies = policies[:2]
     found = [ops for policy in policies if (ops := scheduled(problem, policy)) is not None]
     if not found:
-        raise DoesNotApply("needs room for one microbatch's activations of all stages of a device")
+        raise DoesNotFit("needs room for one microbatch's activations of all stages of a device")
     return min(found, key=lambda ops: _value(problem, ops, objective))
 
 

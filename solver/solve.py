@@ -27,7 +27,7 @@ _MILP_OPS = 420
 #: Compute ops from which on known schedules are tried only until one is good enough.
 _LARGE_OPS = 20_000
 #: Schedules that need not be tried where the other one fits; and those that are tried only if nothing else fits.
-_NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b"}
+_NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b", "zb-h1": "zero-bubble", "zb-h2": "zero-bubble"}
 _LAST_RESORTS = ("sequential",)
 #: The MILP's part of the time that is left, and seconds that it gets where the gap asked for is reached already.
 _MILP_PART, _MILP_POLISH = 0.6, 10.0

@@ -12,7 +12,7 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.bounds import lower_bound
 from solver.feasibility import smallest_budgets
-from solver.schedules import SCHEDULES, DoesNotApply
+from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit
 from solver.schedules.orders import Step, in_order
 from tests.random_schedules import random_problem
 
@@ -85,6 +85,65 @@ def test_zero_bubble_is_optimal_with_room_for_one_pipeline(S: int, more: int, c:
     ops = SCHEDULES["zero-bubble"](problem)
     assert verify(problem, ops) == []
     assert semantics.makespan(ops) == pytest.approx(lower_bound(problem))
+
+
+def test_zb_h1_and_h2_hold_what_their_namesakes_do() -> None:
+    problem = pipeline(4, 12)
+    first, second = SCHEDULES["zb-h1"](problem), SCHEDULES["zb-h2"](problem)
+    assert max(memory.peaks(problem, first)) == 8
+    assert semantics.makespan(first) == pytest.approx(3 * 12 + 3)
+    assert max(memory.peaks(problem, second)) <= 14
+    assert metrics.span(problem, second) == pytest.approx(3 * 12)
+
+
+def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
+    for chunks, m in ((2, 8), (4, 8), (2, 7), (3, 13)):
+        stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1}
+        problem = Problem.model_validate(
+            {
+                "num_microbatches": m,
+                "devices": [{"memory_bytes": None}] * 4,
+                "stages": [{**stage, "device": s % 4} for s in range(4 * chunks)],
+                "comm_ms": [0.0] * (4 * chunks - 1),
+            }
+        )
+        ops = SCHEDULES["interleaved-1f1b"](problem)
+        assert verify(problem, ops) == []
+        if m % 4 == 0:
+            assert semantics.makespan(ops) == pytest.approx(3 * (m * chunks + 3))
+    with pytest.raises(DoesNotApply, match="1F1B is what applies"):
+        SCHEDULES["interleaved-1f1b"](pipeline(4, 8))
+
+
+def v_pipeline(D: int, m: int, *, budget: int | None = None) -> Problem:
+    """Two equal stages a device in V placement."""
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1, "weight_context_bytes": 1}
+    return Problem.model_validate(
+        {
+            "num_microbatches": m,
+            "devices": [{"memory_bytes": budget}] * D,
+            "stages": [{**stage, "device": d} for d in (*range(D), *reversed(range(D)))],
+            "comm_ms": [0.0] * (2 * D - 1),
+        }
+    )
+
+
+def test_schedules_on_a_v() -> None:
+    """Zero bubble within 1F1B's memory; half and a third of it for a growing bubble."""
+    problem = v_pipeline(8, 24, budget=16)
+    ops = SCHEDULES["zb-v"](problem)
+    assert verify(problem, ops) == []
+    assert semantics.makespan(ops) == pytest.approx(lower_bound(problem))
+    half, third = SCHEDULES["v-half"](problem), SCHEDULES["v-min"](problem)
+    assert max(memory.peaks(problem, half)) == 10
+    assert max(memory.peaks(problem, third)) == 8
+    assert (
+        semantics.makespan(ops) < semantics.makespan(half) < semantics.makespan(third) < 1.2 * semantics.makespan(ops)
+    )
+    with pytest.raises(DoesNotFit):
+        SCHEDULES["zb-v"](v_pipeline(8, 24, budget=4))
+    with pytest.raises(DoesNotApply, match="V placement"):
+        SCHEDULES["zb-v"](pipeline(4, 8))
 
 
 def test_zero_bubble_has_no_bubble_left_with_room_for_two_pipelines() -> None:

@@ -11,10 +11,11 @@ from optpipe.ops import Ops
 from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.gpipe import gpipe, gpipe_recompute
+from solver.schedules.interleaved import interleaved
 from solver.schedules.one_f_one_b import one_f_one_b
 from solver.schedules.sequential import sequential
 from solver.schedules.v_pattern import v_half, v_min
-from solver.schedules.zero_bubble import zero_bubble
+from solver.schedules.zero_bubble import zb_h1, zb_h2, zero_bubble
 from solver.schedules.zero_bubble_v import zero_bubble_v
 
 __all__ = ["SCHEDULES", "DoesNotApply", "DoesNotFit", "Generator", "generate"]
@@ -26,7 +27,10 @@ SCHEDULES: dict[str, Generator] = {
     "gpipe": gpipe,
     "gpipe-recompute": gpipe_recompute,
     "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved,
     "zero-bubble": zero_bubble,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
     "zb-v": zero_bubble_v,
     "v-half": v_half,
     "v-min": v_min,
@@ -34,7 +38,7 @@ SCHEDULES: dict[str, Generator] = {
 }
 
 #: Generators that choose among variants, and so care for the objective.
-_CHOOSING = {zero_bubble, zero_bubble_v, v_half, v_min}
+_CHOOSING = {zero_bubble, zb_h1, zb_h2, zero_bubble_v, v_half, v_min}
 
 
 def generate(name: str, problem: Problem, objective: str = "makespan") -> Ops:

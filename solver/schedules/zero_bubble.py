@@ -1,7 +1,8 @@
-"""Zero-bubble schedules (arXiv:2401.10241) under a memory budget: B and W apart, W where it fills a gap.
+"""Zero-bubble schedules (arXiv:2401.10241) on one stage a device: B and W apart, W where it fills a gap.
 
-The best of a few policies of the event rule. With room for one pipeline of activations it is at least as good as the
-paper's hand-made ZB-H1 and its automatic 1p schedule, with room for two as ZB-H2 and 2p.
+``zero_bubble`` is the best of a few policies of the event rule under the memory budget. With room for one pipeline of
+activations it is at least as good as the paper's hand-made ZB-H1 and its automatic 1p schedule, with room for two as
+ZB-H2 and 2p. ``zb_h1`` and ``zb_h2`` hold as many activations as their namesakes, whatever the budget says.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def zero_bubble(problem: Problem, *, objective: str = "makespan", work: int = _W
     DoesNotFit
         Not one activation fits.
     """
-    if problem.num_stages != problem.num_devices:
-        raise DoesNotApply("needs one stage a device")
-    tab = tables(problem)
+    tab = _one_stage_tables(problem)
     if any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)):
         raise DoesNotFit("needs room for one microbatch's activations on every device")
     bound = lower_bound(problem, objective=objective)
@@ -63,6 +62,46 @@ def zero_bubble(problem: Problem, *, objective: str = "makespan", work: int = _W
     if best is None:
         raise DoesNotFit("needs more memory than there is")
     return in_order(problem, best.orders)
+
+
+def zb_h1(problem: Problem, *, objective: str = "makespan") -> Ops:
+    """ZB-H1: at most S - s microbatches in flight on stage s, as in 1F1B.
+
+    Raises
+    ------
+    DoesNotApply
+        A device holds more than one stage.
+    """
+    return _limited(problem, [problem.num_stages - s for s in range(problem.num_stages)], objective)
+
+
+def zb_h2(problem: Problem, *, objective: str = "makespan") -> Ops:
+    """ZB-H2: at most 2 (S - s) - 1 microbatches in flight on stage s, enough for no bubble between first F and last W.
+
+    Raises
+    ------
+    DoesNotApply
+        A device holds more than one stage.
+    """
+    return _limited(problem, [2 * (problem.num_stages - s) - 1 for s in range(problem.num_stages)], objective)
+
+
+def _limited(problem: Problem, limit: list[int], objective: str) -> Ops:
+    """The event rule with so many in flight, W's delayed as far as the memory of the first stage's allows."""
+    tab = _one_stage_tables(problem)
+    budget = [0] * tab.D
+    for s in range(tab.S):
+        budget[tab.device[s]] = limit[0] * tab.activation[s]
+    tab = tab._replace(budget=budget)
+    tried = [EventPolicy(tuple(limit), prefer, fused=fused) for prefer in _PREFERENCES for fused in (False, True)]
+    outcomes = [outcome for policy in tried if (outcome := simulate(tab, policy)) is not None]
+    return in_order(problem, min(outcomes, key=lambda outcome: _value(outcome, objective)).orders)
+
+
+def _one_stage_tables(problem: Problem) -> Tables:
+    if problem.num_stages != problem.num_devices:
+        raise DoesNotApply("needs one stage a device")
+    return tables(problem)
 
 
 def policies(tab: Tables) -> Iterator[EventPolicy]:
