@@ -32,6 +32,7 @@ from torch import Tensor
 from runtime.events import Clock, CpuEvent, CudaEvent, Event, Failure
 
 _CHUNK_BYTES = 1 << 20  # of a paced copy: small enough to keep its deadlines
+_JOIN_S = 10.0  # for a lane's thread to end
 
 
 class CopyJob(Protocol):
@@ -81,7 +82,7 @@ class CopyLane(Protocol):
         """The jobs since the last call, in order; call it after ``settle``, with the step's clock."""
 
     def close(self) -> None:
-        """End the lane. Jobs that have not started never will."""
+        """End the lane, and wait until it has. Once the run has failed, jobs that have not started never will."""
 
 
 class CpuLane:
@@ -122,6 +123,8 @@ class CpuLane:
 
     def close(self) -> None:
         self._queue.put(None)
+        # A thread that is inside torch when the interpreter ends would abort the process.
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # thread-local: a copy must not fan out over the cores that compute
@@ -136,6 +139,7 @@ class CpuLane:
     def _carry(self, queued: _Queued) -> None:
         for event in queued.after:
             event.wait()
+        self._failure.check()
         ready = time.perf_counter()
         cpu = time.thread_time()
         if queued.before is not None:
@@ -167,6 +171,7 @@ class CpuLane:
             deadline += (last - first) / self._bytes_per_s
             if (ahead := deadline - time.perf_counter()) > 0:
                 time.sleep(ahead)
+                self._failure.check()  # a slow copy must not outlive the run
         return deadline
 
 

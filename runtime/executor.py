@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ BeforeOp = Callable[[Kind, int, int], None]
 
 
 class Executor:
-    """Runs a plan's steps on one device. One executor lives for many steps; close it at the end.
+    """Runs a plan's steps on one device. One executor lives for many steps; close it, or use it in a ``with``.
 
     All ranks construct it together (on NCCL it connects the links).
 
@@ -168,8 +168,11 @@ class Executor:
             self._transport.drain()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        except Exception as error:
+        except BaseException as error:
             self.failure.report(error, run.doing)
+            self._transport.abort()
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C
             # What failed first is the cause, in whichever thread it was.
             first = self.failure.first
             assert first is not None
@@ -178,13 +181,21 @@ class Executor:
             self._run = _Run()
         return self._result(run)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """End the lanes and the threads."""
+        """End the lanes and the threads, and wait until they have. Twice does no harm."""
+        self.failure.report(RunFailed("the executor is closed"))
         for lane in set(self._lanes.values()):
             lane.close()
         self._transport.close()
 
     def _compute(self, item: Compute) -> None:
+        self.failure.check()
         run, kind = self._run, item.kind
         run.doing = f"{kind.name}({item.stage},{item.microbatch})"
         begin = time.perf_counter()

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from optpipe.errors import Infeasible, InputError, RunFailed
 from runtime import gather, worker
@@ -31,6 +33,9 @@ from runtime.worker import Rank
 Message = dict[str, Any]
 #: Seconds that the other ranks have to say what they saw, after the first one failed.
 GRACE_S = 1.0
+#: Seconds that a rank of torchrun which lost another one waits before it says so: what failed first is to be seen, and
+#: to end the others, before.
+LOST_PEER_WAIT_S = 3.0
 #: Seconds between the request to end and the kill.
 KILL_AFTER_S = 3.0
 
@@ -98,10 +103,29 @@ def launch(
     if under_torchrun():
         return _join_and_work(work, arguments, ranks, device, on_message)
     crew = _Crew(work, arguments, ranks, device, on_message or (lambda message: None))
+    with _terminated_in_order():
+        try:
+            return crew.run()
+        finally:
+            crew.end()
+
+
+@contextlib.contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """A request to end (SIGTERM) raises inside, so that the ranks end first. Others' handlers are left alone."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        return crew.run()
+        yield
     finally:
-        crew.end()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _join_and_work(
@@ -127,12 +151,14 @@ def _join_and_work(
         result = work(Rank(number, world_size, local, send), **arguments)
         gather.barrier()
         return result
-    except (InputError, Infeasible, RunFailed):
-        raise
     except Exception as error:
-        if worker.lost_peer(error):
-            raise RunFailed(f"rank {number} lost another rank: {error}") from error
-        raise
+        if not worker.lost_peer(error):
+            get_error_handler().record_exception(error)  # for torchrun's report
+            raise
+        time.sleep(LOST_PEER_WAIT_S)
+        if isinstance(error, RunFailed):
+            raise
+        raise RunFailed(f"rank {number} lost another rank: {error}") from error
     finally:
         dist.destroy_process_group()
 

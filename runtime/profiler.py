@@ -174,15 +174,15 @@ class _Measurement:
         self.message_bytes = max(self.message_bytes, executor.message_bytes)
         inputs, targets = self._batch()
         steps = []
-        for number in range(self.config.measure.warmup + self.config.measure.iterations):
-            gather.numbers([0.0])  # all begin together, as behind the clipping of a training step
-            result = executor.step(inputs, targets, number=number)
-            for module in self.stages.values():
-                module.zero_grad(set_to_none=True)
-            origin = result.origin * 1e3
-            if number >= self.config.measure.warmup:
-                steps.append(([_sample(op, origin) for op in result.ops], result.step_ms))
-        executor.close()
+        with executor:
+            for number in range(self.config.measure.warmup + self.config.measure.iterations):
+                gather.numbers([0.0])  # all begin together, as behind the clipping of a training step
+                result = executor.step(inputs, targets, number=number)
+                for module in self.stages.values():
+                    module.zero_grad(set_to_none=True)
+                origin = result.origin * 1e3
+                if number >= self.config.measure.warmup:
+                    steps.append(([_sample(op, origin) for op in result.ops], result.step_ms))
         ranks = gather.objects(steps)
         return [
             Trace(tuple(Sample(Kind(kind), *rest) for ops, _ in step for kind, *rest in ops), max(ms for _, ms in step))

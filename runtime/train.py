@@ -127,16 +127,13 @@ def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: s
     """The training loop of one rank; the fields of the summary, the same on every rank."""
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
     run = _Run(rank, settings, schedule)
-    try:
-        with MetricsLog(settings.train.metrics if rank.rank == 0 else None) as log:
-            for number in range(settings.train.steps):
-                step = run.step(number)
-                if rank.rank == 0:
-                    log.write(step.to_json())
-                    rank.send(step.to_json())
+    with run.executor, MetricsLog(settings.train.metrics if rank.rank == 0 else None) as log:
+        for number in range(settings.train.steps):
+            step = run.step(number)
+            if rank.rank == 0:
+                log.write(step.to_json())
+                rank.send(step.to_json())
         run.save()
-    finally:
-        run.executor.close()
     return vars(run.summary())
 
 

@@ -15,11 +15,13 @@ both ends use it in the sender's order.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,9 @@ from torch import Tensor
 from runtime.accounting import Hold, Ledger
 from runtime.events import CpuEvent, Event, Failure, PeerLost
 from runtime.program import UNSENT_GRADIENTS, Link, Message, Program
+
+_JOIN_S = 10.0  # for a link's thread to end
+_ABORT_TAG = (1 << 30) + 1  # that nothing is ever sent with
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class LocalTransport:
 
     def drain(self) -> None:
         """Wait until everything is sent, at the end of a step."""
+
+    def abort(self) -> None:
+        """After a failure: end the waits, here and on the other ranks, that nothing will come of."""
 
     def close(self) -> None:
         """End the threads."""
@@ -267,7 +275,9 @@ class GlooTransport(RankTransport):
         link = self._link(message)
         assert link is not None
         event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}")
-        work = dist.isend(tensor, self._ranks[link.receiver], tag=self._tag(message))
+        peer = self._ranks[link.receiver]
+        with _lost(peer, event):
+            work = dist.isend(tensor, peer, tag=self._tag(message))
         self._waiter(link, "sending", link.receiver).put(work, tensor, event)
         return event
 
@@ -278,7 +288,9 @@ class GlooTransport(RankTransport):
             self._announce(message)
         event = self._arrivals[message]
         assert isinstance(event, CpuEvent)
-        work = dist.irecv(buffer, self._ranks[link.sender], tag=self._tag(message))
+        peer = self._ranks[link.sender]
+        with _lost(peer, event):
+            work = dist.irecv(buffer, peer, tag=self._tag(message))
         self._waiter(link, "receiving", link.sender).put(work, buffer, event)
 
     def _then(self, event: Event, work: Callable[[], None]) -> None:
@@ -290,38 +302,57 @@ class GlooTransport(RankTransport):
     def _may_post(self, sent: Event) -> bool:
         return sent.done
 
+    def abort(self) -> None:
+        # gloo's own abort wakes no one. A wait that times out does: it breaks the connections to all ranks.
+        for peer in {waiter.peer for waiter in self._waiters.values()}:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, tag=_ABORT_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         for waiter in self._waiters.values():
-            waiter.put(None, None, None)
+            waiter.close()
+        self._waiters.clear()
 
 
 class _Waiter:
     """A thread that waits for the works of one link, in order, and sets their events."""
 
     def __init__(self, peer: int, failure: Failure) -> None:
-        self._peer, self._failure = peer, failure
-        self._queue: queue.SimpleQueue[tuple[Any, Tensor | None, CpuEvent | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"link to rank {peer}", daemon=True).start()
+        self.peer, self._failure = peer, failure
+        self._queue: queue.SimpleQueue[tuple[Any, Tensor, CpuEvent] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"link to rank {peer}", daemon=True)
+        self._thread.start()
 
-    def put(self, work: Any, tensor: Tensor | None, event: CpuEvent | None) -> None:
-        """A work to wait for, with its tensor, which has to live until then; None ends the thread."""
+    def put(self, work: Any, tensor: Tensor, event: CpuEvent) -> None:
+        """A work to wait for, with its tensor, which has to live until then."""
         self._queue.put((work, tensor, event))
 
+    def close(self) -> None:
+        """End the thread, once it has waited for what it was given; a wait that never ends has to be aborted first."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S)
+
     def _run(self) -> None:
-        while True:
-            work, tensor, event = self._queue.get()
-            if work is None or event is None:
-                return
+        while (item := self._queue.get()) is not None:
+            work, tensor, event = item
             try:
-                work.wait()
-            except RuntimeError as error:
-                reason = str(error).split("] ", 1)[-1].split(". ")[0].splitlines()[0]
-                self._failure.report(PeerLost(f"lost rank {self._peer}, waited for {event.label}: {reason}"))
-                return
-            try:
-                del work, tensor  # before the callbacks: they look at who holds the memory
+                with _lost(self.peer, event):
+                    work.wait()
+                del work, tensor, item  # before the callbacks: they look at who holds the memory
                 event.set()
             except BaseException as error:
                 self._failure.report(error, event.label)
                 return
             del event
+
+
+@contextlib.contextmanager
+def _lost(peer: int, event: CpuEvent) -> Iterator[None]:
+    """gloo raises only where a connection is broken."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("] ", 1)[-1].split(". ")[0].splitlines()[0]
+        raise PeerLost(f"lost rank {peer}, waited for {event.label}: {reason}") from None

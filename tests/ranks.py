@@ -22,6 +22,12 @@ def add_up(rank: Rank, value: int) -> dict[str, Any]:
     return {"total": int(total), "threads": torch.get_num_threads(), "pid": os.getpid()}
 
 
+def sleep(rank: Rank) -> None:
+    """Say who it is, and do not end."""
+    rank.send({"pid": os.getpid()})
+    time.sleep(100)
+
+
 def fail(rank: Rank, how: str) -> None:
     """Rank 1 fails while the others wait for it."""
     dist.barrier()

@@ -149,3 +149,18 @@ def test_the_pool_hands_out_what_it_has_before_it_allocates(sizes, rng):
         pool.give(buffer)
     pool.reset_peak()
     assert pool.in_use == pool.peak == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_lane_of_a_failed_run_has_ended_once_it_is_closed(failure, gated):
+    log = []
+    slow = CpuLane("lane", failure, bytes_per_s=1 << 20)
+    gate = [CpuEvent(failure)] if gated else []  # never comes
+    slow.submit(Copy(100 << 20, log), after=gate)  # would take 100 s
+    slow.submit(Copy(log=log))
+    while not gated and not log:
+        time.sleep(0.001)
+    failure.report(RuntimeError("over"))
+    slow.close()
+    assert not slow._thread.is_alive()
+    assert log == ([] if gated else [("start", "")])

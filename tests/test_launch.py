@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def running(pid: int) -> bool:
+    """Whether it is alive and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -72,6 +82,34 @@ def test_an_error_of_the_listener_ends_the_ranks() -> None:
     with pytest.raises(KeyboardInterrupt):
         launch.launch(ranks.add_up, {"value": 1}, 2, "cpu", listen)
     assert not any(map(alive, pids))
+
+
+SLEEP = """
+from runtime import launch
+from tests import ranks
+launch.launch(ranks.sleep, {}, 2, "cpu", lambda message: print(message["pid"], flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_launcher_that_is_told_to_end_takes_its_ranks_along(number: int) -> None:
+    root = str(Path(__file__).parent.parent)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", SLEEP], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    pids = [int(launcher.stdout.readline()) for _ in range(2)]
+    launcher.send_signal(number)
+    said = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == (143 if number == signal.SIGTERM else -number)
+    assert "terminate called" not in said
+    if number == signal.SIGKILL:
+        deadline = time.monotonic() + 60  # they notice by themselves; where no one reaps orphans they stay as zombies
+        while any(map(running, pids)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    else:
+        assert not any(map(alive, pids))
 
 
 def test_a_function_without_a_name_is_refused() -> None:
