@@ -48,7 +48,7 @@ def add_objective(model: Model) -> None:
     last = table.microbatches - 1
     ops = np.array([table.ops(Kind.W, s)[last] for s in range(model.problem.num_stages)])
     terms = [
-        (np.full(len(ops), model.end_of_all), 1.0),
+        (np.full(len(ops), model.end_of_all), model.per_unit),
         (model.start[ops], -1.0),
         (model.decision[ops], -model.scale[ops]),
     ]
