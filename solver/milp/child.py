@@ -6,6 +6,7 @@ solution and bound at once, so that ending it loses nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import IO, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from optpipe.ops import Floats
@@ -85,8 +85,8 @@ class _Run:
                         _close(pipe)
             if status == "failed" and not message:
                 errors.seek(0)
-                message = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["HiGHS ended early"]
-                message = message[0]
+                lines = errors.read().decode(errors="replace").strip().splitlines()
+                message = lines[-1] if lines else "HiGHS ended early"
         return MilpResult(
             status=status,
             objective=self.objective,
@@ -130,10 +130,8 @@ class _Run:
         if self.start is not None:
             arrays["start"] = self.start
         header = asdict(self.settings) | {"began": self.began}
-        try:
+        with contextlib.suppress(OSError, ValueError):  # the child is gone; the inbox says so
             write_message(pipe, header, arrays)
-        except (OSError, ValueError):
-            pass  # The child is gone; the inbox says so.
 
     def _take(self, header: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[str, str] | None:
         """Take one message; status and message if it is the last one."""
@@ -166,14 +164,10 @@ def _receive(pipe: IO[bytes], inbox: queue.Queue[Message | None]) -> None:
 
 
 def _ask_to_stop(pipe: IO[bytes]) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         write_message(pipe, {"stop": True})
-    except (OSError, ValueError):
-        pass
 
 
 def _close(pipe: IO[bytes]) -> None:
-    try:
+    with contextlib.suppress(OSError):
         pipe.close()
-    except OSError:
-        pass

@@ -41,7 +41,7 @@ class _Reporter:
 
     def done(self, result: highs.MilpResult) -> None:
         """Send the result."""
-        header = {"objective": result.objective, "bound": result.bound, "nodes": result.nodes}
+        header: dict[str, Any] = {"objective": result.objective, "bound": result.bound, "nodes": result.nodes}
         header |= {"status": result.status, "message": result.message}
         self._send("done", header, {} if result.solution is None else {"solution": result.solution})
 
