@@ -126,14 +126,18 @@ def cpsat(problem: Problem, asked: Asked) -> Result:
 
 
 def milp_rows(problem: Problem, asked: Asked) -> Result:
-    """The MILP alone, with the families of rows that ``options`` names, from AdaOffload's schedule: its size, and what
-    HiGHS makes of it in this process; with ``seconds`` 0 its size only."""
+    """The MILP alone, with the families of rows that ``options`` names, from 1F1B or, where that does not fit,
+    AdaOffload's schedule: its size, and what HiGHS makes of it in this process; with ``seconds`` 0 its size only."""
     from solver.ada_offload import ada_offload
+    from solver.milp.extract import schedule
     from solver.milp.formulation import Options, formulate
     from solver.milp.highs import Settings
     from solver.milp.highs import solve as solve_with_highs
+    from solver.schedules.one_f_one_b import one_f_one_b
 
-    start = ada_offload(problem)
+    start = one_f_one_b(problem)
+    if verify(problem, start):
+        start = ada_offload(problem)
     upper = metrics.measure(problem, start).makespan_ms
     begin = time.monotonic()
     program = formulate(problem, Options(**asked["options"]), upper=upper * (1 + 1e-6))
@@ -149,11 +153,13 @@ def milp_rows(problem: Problem, asked: Asked) -> Result:
         return size
     settings = Settings(time_limit=asked["seconds"], threads=asked["threads"], seed=asked["seed"])
     found = solve_with_highs(matrix, settings, start=program.vector_of(start))
+    ops = None if found.solution is None else schedule(program, found.solution)
     return {
         **size,
         "status": found.status,
         "start_ms": upper,
         "program_ms": _finite(found.objective),
+        "makespan_ms": None if ops is None else metrics.measure(problem, ops).makespan_ms,
         "program_bound_ms": _finite(found.bound),
         "nodes": found.nodes,
         "solve_s": round(found.seconds, 3),
