@@ -12,7 +12,9 @@ from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.gpipe import gpipe, gpipe_recompute
 from solver.schedules.interleaved import interleaved
+from solver.schedules.interleaved_zero_bubble import interleaved_zero_bubble
 from solver.schedules.one_f_one_b import one_f_one_b
+from solver.schedules.pipe_offload import pipe_offload
 from solver.schedules.sequential import sequential
 from solver.schedules.v_pattern import v_half, v_min
 from solver.schedules.zero_bubble import zb_h1, zb_h2, zero_bubble
@@ -28,6 +30,8 @@ SCHEDULES: dict[str, Generator] = {
     "gpipe-recompute": gpipe_recompute,
     "1f1b": one_f_one_b,
     "interleaved-1f1b": interleaved,
+    "zb-interleaved": interleaved_zero_bubble,
+    "pipe-offload": pipe_offload,
     "zero-bubble": zero_bubble,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
@@ -38,7 +42,7 @@ SCHEDULES: dict[str, Generator] = {
 }
 
 #: Generators that choose among variants, and so care for the objective.
-_CHOOSING = {zero_bubble, zb_h1, zb_h2, zero_bubble_v, v_half, v_min}
+_CHOOSING = {interleaved_zero_bubble, pipe_offload, zero_bubble, zb_h1, zb_h2, zero_bubble_v, v_half, v_min}
 
 
 def generate(name: str, problem: Problem, objective: str = "makespan") -> Ops:
