@@ -133,6 +133,7 @@ def profile(config: str, output: str, as_json: bool) -> None:
 @click.option("--gap", type=Number(min=0), help="How far from the bound is good enough.  [default: 0.05]")
 @click.option("--threads", type=click.IntRange(min=1), help="Of the solver.  [default: all cores]")
 @click.option("--seed", type=click.IntRange(min=0), help="Same seed, same plan.  [default: 0]")
+@click.option("--cache/--no-cache", default=True, help="Start from plans of similar problems; keep this one.")
 @json_option
 def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, **options: Any) -> None:
     """Find the best schedule that fits the memory.
@@ -178,6 +179,7 @@ def _solved(task: Task, given: dict[str, Any]) -> Plan:
         gap=given.get("gap", wanted.gap),
         threads=given.get("threads", wanted.threads),
         seed=given.get("seed", wanted.seed),
+        cache=given["cache"],
     )
     with _working("solving") as tell:
         return run(task.problem, options, lambda now: tell(_progress_text(now)))
@@ -314,6 +316,42 @@ def train(plan_file: str, config: str | None, steps: int | None, as_json: bool) 
     console.print(report.run_table(summary.to_json()))
     if summary.checkpoint:
         console.print(f"checkpoint in {summary.checkpoint}")
+
+
+@command("optpipe cache list")
+@click.argument("action", type=click.Choice(["list", "clear"]))
+@json_option
+def cache(action: str, as_json: bool) -> None:
+    """List or clear the schedules kept from problems solved before.
+
+    They are plain files in the user's cache folder ($OPTPIPE_CACHE names another one), and only ever a start: what
+    comes of them is verified for the problem at hand.
+    """
+    from solver.cache import Cache
+
+    store = Cache()
+    if action == "clear":
+        count = store.clear()
+        if as_json:
+            _print_json({"folder": str(store.folder), "removed": count})
+        else:
+            click.echo(f"{count} schedule{'' if count == 1 else 's'} removed from {store.folder}")
+        return
+    entries = store.entries()
+    if as_json:
+        keys = ("name", "stages", "devices", "microbatches", "objective", "makespan_ms", "method", "size")
+        rows = [{"file": entry.path.name, **{key: getattr(entry, key) for key in keys}} for entry in entries]
+        _print_json({"folder": str(store.folder), "entries": rows})
+        return
+    from optpipe import report
+
+    if entries:
+        table = report.plain_table("problem", "stages", "microbatches", "objective", "makespan ms", "method", "size")
+        for e in entries:
+            shape = (str(e.stages), str(e.microbatches), e.objective, f"{e.makespan_ms:.6g}", e.method)
+            table.add_row(e.name, *shape, report.size_text(e.size))
+        _console().print(table)
+    click.echo(f"{len(entries)} schedule{'' if len(entries) == 1 else 's'} in {store.folder}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ class SolveOptions:
         Same seed, same threads and no time pressure: same plan.
     backend
         ``highs``, or the name of a solver that PuLP finds.
+    cache
+        Take schedules of similar problems solved before as starts, and keep what is found (``solver.cache``). Searches
+        only; what is found then depends on what was solved before.
     """
 
     method: str = "auto"
@@ -49,3 +52,4 @@ class SolveOptions:
     threads: int | None = None
     seed: int = 0
     backend: str = "highs"
+    cache: bool = False

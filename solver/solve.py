@@ -14,6 +14,7 @@ from optpipe.verify import verify, verify_plan
 from solver import feasibility
 from solver.ada_offload import ada_offload
 from solver.bounds import lower_bound
+from solver.cache import Cache
 from solver.incumbent import Incumbent, Progress
 from solver.options import SolveOptions, physical_cores
 from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit, generate
@@ -68,7 +69,10 @@ def solve(
         raise InputError("", "method", f"'{options.method}' is unknown, expected one of {', '.join(methods())}")
     feasibility.check(problem)
     incumbent = Incumbent(problem, options, lower_bound(problem, options.objective), on_progress)
+    cache = Cache() if options.cache and options.method in SEARCHES else None
     try:
+        if cache is not None and _answered(incumbent, cache):
+            return _plan(incumbent)
         if options.method in SEARCHES:
             _search(incumbent)
         else:
@@ -77,7 +81,22 @@ def solve(
         incumbent.facts["interrupted"] = True
         if incumbent.ops is None:
             raise
-    return _plan(incumbent)
+    plan = _plan(incumbent)
+    if cache is not None:
+        cache.store(plan, options.objective)
+    return plan
+
+
+def _answered(incumbent: Incumbent, cache: Cache) -> bool:
+    """Take the cache's schedule as a start. Whether it will do as it is: proven optimal, or found for this very problem
+    and good enough."""
+    found = cache.lookup(incumbent.problem, incumbent.options.objective)
+    if found is None:
+        return False
+    ops, facts = found
+    incumbent.offer(ops, "cache")
+    incumbent.facts["cache"] = facts
+    return incumbent.at_bound or (facts["hit"] == "exact" and incumbent.good_enough)
 
 
 def _named(incumbent: Incumbent) -> None:

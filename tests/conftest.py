@@ -39,6 +39,12 @@ def plan_in_order(problem: Problem, order: str) -> Plan:
     return Plan(problem, earliest(problem, Ops.of(ops)))
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a cache of its own: none finds what another one solved, and the user's stays as it is."""
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture(scope="session")
 def tiny_problem_file() -> Path:
     return DATA / "tiny-problem.json"
