@@ -14,6 +14,7 @@ take turns: a few policies of the list scheduler that between them were as good 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from optpipe import metrics, semantics
 from optpipe.ops import Ops
@@ -21,7 +22,7 @@ from optpipe.problem import Problem
 from solver.list_scheduler import run, to_ops
 from solver.policy import Policy
 from solver.schedules.errors import DoesNotFit
-from solver.tables import paths, tables
+from solver.tables import Tables, paths, tables
 
 #: Ops that all policies tried may place, together, before one is chosen on a smaller problem.
 _WORK = 150_000
@@ -85,7 +86,7 @@ def ada_offload(problem: Problem, *, objective: str = "makespan", work: int = _W
     DoesNotFit
         A device cannot hold one microbatch's activations of all its stages.
     """
-    policies = list(_OFFLOADING if any(tables(problem).movable) else _KEEPING)
+    policies = _policies(tables(problem))
     affordable = work // (5 * len(policies) * problem.num_stages)
     if affordable < problem.num_microbatches:
         small = problem.changed(
@@ -97,6 +98,16 @@ def ada_offload(problem: Problem, *, objective: str = "makespan", work: int = _W
     if not found:
         raise DoesNotFit("needs room for one microbatch's activations of all stages of a device")
     return min(found, key=lambda ops: _value(problem, ops, objective))
+
+
+def _policies(tab: Tables) -> list[Policy]:
+    """Policies to try: also with evictions where devices hold several stages, with recomputation where it can be."""
+    policies = list(_OFFLOADING if any(tab.movable) else _KEEPING)
+    more = policies[:3] if any(tab.movable) and tab.S > tab.D else []
+    policies += [replace(policy, evict=True) for policy in more]
+    if any(tab.dropped):
+        policies += [replace(policy, recompute=part) for policy in policies[:2] for part in (0.5, 1.0)]
+    return policies
 
 
 def scheduled(problem: Problem, policy: Policy) -> Ops | None:

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from solver.list_scheduler import KEEP, OFFLOAD, ON_DEMAND, UNBOUNDED, Rule, ramp
+from solver.list_scheduler import KEEP, OFFLOAD, ON_DEMAND, RECOMPUTE, UNBOUNDED, Rule, ramp
 from solver.tables import Paths, Tables, least_work, with_parts
 
 _LAST = 1e6  # periods: a key that loses against (negative: wins over) all others
@@ -41,6 +41,11 @@ class Policy:
         As in :class:`Rule`, for every stage.
     part
         Offloads move this part of the offloadable bytes. (It belongs to the tables: see ``tables_for``.)
+    evict
+        As in :class:`Rule`; on in any case where memory cannot hold one microbatch of all stages of a device.
+    recompute
+        This part of the microbatches, evenly spread, is recomputed wherever that is possible (on top of the stages
+        that must be, where nothing else makes one microbatch fit).
     fuse
         One BW in place of B and W wherever that is shorter.
     """
@@ -61,6 +66,8 @@ class Policy:
     newest_first: bool = True
     reload_first: bool = True
     part: float = 1.0
+    evict: bool = False
+    recompute: float = 0.0
     fuse: bool = True
 
     def tables_for(self, tab: Tables) -> Tables:
@@ -93,6 +100,7 @@ class Policy:
             patience=self.patience,
             share_idle=self.share_idle,
             alternation=self.alternation * period,
+            evict=self.evict or any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)),
             newest_first=self.newest_first,
             reload_first=self.reload_first,
         )
@@ -107,16 +115,52 @@ class Policy:
         return [int(self.fuse and cheaper[s]) for s in range(tab.S) for _ in range(tab.m)]
 
     def _treatment(self, tab: Tables, flights: list[float]) -> list[int]:
+        must = _must_be_recomputed(tab)
         treatment: list[int] = []
         for s in range(tab.S):
-            if not tab.movable[s]:
-                treatment += [KEEP] * tab.m
-            elif self.kept is not None:
-                treatment += [ON_DEMAND] * tab.m
-            else:
-                part = min(1.0, self.share * max(0.0, 1.0 - _slots(tab, s) / max(flights[s], 1e-9)))
-                treatment += spread(tab.m, part)
+            if s in must:
+                treatment += [RECOMPUTE] * tab.m
+                continue
+            row = self._offloads(tab, s, flights[s])
+            d = tab.device[s]
+            tight = tab.whole[d] > tab.budget[d] and tab.dropped[s] < tab.movable[s]  # an offload frees more
+            if self.recompute > 0 and tab.dropped[s] and not tight:
+                again = spread(tab.m, self.recompute)
+                row = [RECOMPUTE if a == OFFLOAD else given for a, given in zip(again, row, strict=True)]
+            treatment += row
         return treatment
+
+    def _offloads(self, tab: Tables, s: int, flight: float) -> list[int]:
+        if not tab.movable[s]:
+            return [KEEP] * tab.m
+        if self.kept is not None:
+            return [ON_DEMAND] * tab.m
+        part = min(1.0, self.share * max(0.0, 1.0 - _slots(tab, s) / max(flight, 1e-9)))
+        return spread(tab.m, part)
+
+
+def _must_be_recomputed(tab: Tables) -> set[int]:
+    """Stages without whose recomputation one microbatch does not fit, though all that can be offloaded is."""
+    must: set[int] = set()
+    for d in range(tab.D):
+        held = tab.stage_list[tab.stage_ptr[d] : tab.stage_ptr[d + 1]]
+        if tab.whole[d] <= tab.budget[d]:
+            continue
+        while not _one_fits(tab, held, must, tab.budget[d]):
+            better = [s for s in held if s not in must and tab.dropped[s] > tab.movable[s]]
+            if not better:
+                break
+            must.add(max(better, key=lambda s: tab.dropped[s] - tab.movable[s]))
+    return must
+
+
+def _one_fits(tab: Tables, held: list[int], recomputed: set[int], budget: int) -> bool:
+    below = 0
+    for s in held:
+        if below + tab.activation[s] > budget:
+            return False
+        below += tab.activation[s] - (tab.dropped[s] if s in recomputed else tab.movable[s])
+    return True
 
 
 def spread(m: int, part: float, phase: float = 0.0) -> list[int]:
@@ -144,6 +188,8 @@ def draw(tab: Tables, rng: random.Random) -> Policy:
         flight_extra=rng.choice([0, 0, 1, 2, 3, 4]),
         fuse=rng.random() < 0.5,
     )
+    if any(tab.dropped):
+        policy = replace(policy, recompute=rng.choice([0.0, 0.0, 0.25, 0.5, 1.0]))
     if not any(tab.movable):
         return policy
     return replace(
@@ -155,4 +201,5 @@ def draw(tab: Tables, rng: random.Random) -> Policy:
         newest_first=rng.random() < 0.5,
         reload_first=rng.random() < 0.75,
         part=rng.choice([1.0, 1.0, 1.0, 0.75, 0.5, 0.34]),
+        evict=rng.random() < 0.3,
     )

@@ -14,6 +14,7 @@ from optpipe.jitter import check_replays
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
 from optpipe.verify import verify
+from solver.feasibility import smallest_budgets
 from solver.list_scheduler import (
     KEEP,
     OFFLOAD,
@@ -68,6 +69,22 @@ def test_every_schedule_is_valid(seed: int) -> None:
     ops = list_schedule(problem, random_rule(problem, rng), parts)
     assert ops is not None
     assert verify(problem, ops) == []
+
+
+@settings(max_examples=100)
+@given(SEEDS)
+def test_with_evictions_it_goes_down_to_the_smallest_budgets(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    least, whole = smallest_budgets(problem), tables(problem).whole
+    tight = problem.with_budgets(
+        [rng.choice([low, rng.randint(low, high)]) for low, high in zip(least, whole, strict=True)]
+    )
+    tab = tables(tight)
+    rule = random_rule(tight, rng).but(treatment=draw(tab, rng).rule(tab, paths(tab)).treatment, evict=True)
+    ops = list_schedule(tight, rule)
+    assert ops is not None
+    assert verify(tight, ops) == []
 
 
 @settings(max_examples=25)

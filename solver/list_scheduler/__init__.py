@@ -38,7 +38,8 @@ __all__ = [
 def list_schedule(problem: Problem, rule: Rule, parts: Sequence[float] | None = None) -> Ops | None:
     """The schedule that ``rule`` makes of ``problem``; None where it needs more memory than there is.
 
-    It needs the activations of one microbatch of all stages of a device to fit at once.
+    Each microbatch by itself must be able to pass a device's stages: with the activations of all of them there at once,
+    but for those that are recomputed and, under ``evict``, offloaded.
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ import heapq
 
 from optpipe.ops import Kind
 from solver.compiled import compiled
-from solver.list_scheduler.memory_rule import may_take
+from solver.list_scheduler.memory_rule import may_take, rest
 from solver.list_scheduler.rule import RECOMPUTE, Steering
 from solver.list_scheduler.state import ASK, AWAY, BACKWARD, FORWARD, INFINITY, RESIDENT, RETURNING, State
 from solver.list_scheduler.transfers import Heap
@@ -135,7 +135,7 @@ def _start(tab: Tables, rule: Steering, run: State, heap: Heap, d: int, kind: in
         run.f_count[s] += 1
         run.f_start[k], run.phase[k], run.last[d] = now, FORWARD, 0
         run.level[d] += tab.activation[s]
-        run.floor[d] += tab.activation[s]
+        run.floor[d] += rest(tab, rule, s, k)
         if s + 1 < tab.S:
             _announce(tab, heap, run.f_ready, s + 1, k + tab.m, end + tab.comm[s])
         else:

@@ -8,6 +8,7 @@ from typing import Any
 from optpipe.ops import Kind
 from solver.compiled import COMPILED, column, compiled
 from solver.list_scheduler.compute import start_compute
+from solver.list_scheduler.memory_rule import at_rest
 from solver.list_scheduler.rule import RECOMPUTE, Rule, Steering
 from solver.list_scheduler.state import ASK, AWAY, RESIDENT, State, fresh
 from solver.list_scheduler.transfers import start_transfers
@@ -27,9 +28,9 @@ def run(tab: Tables, rule: Rule) -> State | None:
     Returns
     -------
     State
-        Start times; None where some device cannot hold one microbatch's activations of all its stages at once.
+        Start times; None where some device cannot hold even one microbatch, treated as the rule says.
     """
-    if any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)):
+    if not all(_holds_one(tab, rule, d) for d in range(tab.D)):
         return None
     eps = _EPS * max(map(max, (tab.forward, tab.backward, tab.weight, tab.fused, tab.offload, tab.reload)))
     moves = [0] * tab.D
@@ -40,6 +41,20 @@ def run(tab: Tables, rule: Rule) -> State | None:
     if min(state.b_start) < 0:
         raise AssertionError("the memory rule let a list schedule run into a dead end")
     return state
+
+
+def _holds_one(tab: Tables, rule: Rule, d: int) -> bool:
+    """Whether each microbatch by itself can pass the device's stages."""
+    if tab.whole[d] <= tab.budget[d]:
+        return True
+    below = 0
+    for s in tab.stage_list[tab.stage_ptr[d] : tab.stage_ptr[d + 1]]:
+        if below + tab.activation[s] > tab.budget[d]:
+            return False
+        row = rule.treatment[s * tab.m : (s + 1) * tab.m]
+        moved = tab.movable[s] if rule.evict else 0
+        below += tab.activation[s] - min(tab.dropped[s] if treatment == RECOMPUTE else moved for treatment in row)
+    return True
 
 
 def _columns(tab: Tables) -> Tables:
@@ -84,27 +99,31 @@ def _finish(tab: Tables, rule: Steering, state: State, kind: int, k: int, awake:
     """Book the end of an op: memory that it gives back, where the activations are now, whom to ask again."""
     s = k // tab.m
     d = tab.device[s]
-    freed = lowered = 0
+    freed, before, after = 0, at_rest(tab, rule, state, s, k), 0
     if kind == _F:
         state.phase[k] = RESIDENT
         if rule.treatment[k] == RECOMPUTE:
             state.phase[k] = AWAY
-            freed = lowered = tab.dropped[s]
+            freed = tab.dropped[s]
     elif kind == _B:
         state.b_done[s] += 1
-        freed, lowered = tab.activation[s] - tab.context[s], tab.activation[s]
+        freed = tab.activation[s] - tab.context[s]
     elif kind == _BW:
         state.b_done[s] += 1
-        freed = lowered = tab.activation[s]
+        freed = tab.activation[s]
     elif kind == _W:
         freed = tab.context[s]
     elif kind == _O:
         state.phase[k] = AWAY
-        freed = lowered = tab.movable[s]
+        freed = tab.movable[s]
     else:  # C, R
         state.phase[k] = RESIDENT
+    if kind == _W:
+        before = 0
+    elif kind not in (_B, _BW):
+        after = at_rest(tab, rule, state, s, k)
     state.level[d] -= freed
-    state.floor[d] -= lowered
+    state.floor[d] -= before - after
     if kind in (_O, _R):
         for x in range(tab.peer_ptr[d], tab.peer_ptr[d + 1]):
             awake.append(tab.peer_list[x])

@@ -52,6 +52,9 @@ class Rule:
         Offload the newest microbatch rather than the oldest.
     alternation
         Added to the key of a forward after a forward, and of a backward after a backward.
+    evict
+        Take memory also where the oldest microbatch can only go on if others are moved away, and move them when it
+        has to; otherwise nothing is offloaded but what ``treatment`` says.
     """
 
     forward_key: list[float]
@@ -71,6 +74,7 @@ class Rule:
     reload_first: bool = True
     newest_first: bool = True
     alternation: float = 0.0
+    evict: bool = False
 
     def but(self, **changes: object) -> Rule:
         """A copy with some parts exchanged (the others are shared, so exchange a list, do not change it)."""
@@ -105,6 +109,7 @@ class Steering(NamedTuple):
     reload_first: bool
     newest_first: bool
     alternation: float
+    evict: bool
 
 
 def ramp(tab: Tables, offsets: Sequence[float], period: float) -> list[float]:

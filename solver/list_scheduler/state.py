@@ -32,7 +32,7 @@ class State(NamedTuple):
     busy, channel_busy
         (D), (C): free from this time on.
     level, floor
-        (D): bytes in use; bytes in use once every pending W has run.
+        (D): bytes in use; bytes in use once every pending W has run and all is at rest (see ``memory_rule``).
     last
         (D): 0 where the last F or B was an F, else 1.
     idle

@@ -23,13 +23,21 @@ _NEWEST = 3
 def start_transfers(
     tab: Tables, rule: Steering, run: State, heap: Heap, devices: list[int], now: float, eps: float
 ) -> None:
-    """Start every transfer of ``devices`` whose channels are idle, whose turn it is and, for a reload, that fits."""
+    """Start every transfer of ``devices`` whose channels are idle, whose turn it is and, for a reload, that fits.
+
+    Where the oldest microbatch of a device waits for memory, and ``evict`` is on, others leave for it.
+    """
     for reloading in (True, False) if rule.reload_first else (False, True):
         found = []
         for d in devices:
             if not _channels_idle(tab, run, 2 * d + reloading, now + eps):
                 continue
-            choice = _next_reload(tab, rule, run, heap, d, now, eps) if reloading else _next_offload(tab, rule, run, d)
+            if reloading:
+                choice = _next_reload(tab, rule, run, heap, d, now, eps)
+            else:
+                choice = _next_offload(tab, rule, run, d)
+                if choice[1] < 0 and rule.evict and oldest_is_stuck(tab, rule, run, d, now + eps):
+                    choice = _evicted(tab, rule, run, d)
             if choice[1] >= 0:
                 found.append(choice)
         if len(found) > 1:
@@ -114,3 +122,40 @@ def _next_offload(tab: Tables, rule: Steering, run: State, d: int) -> tuple[floa
                         best, choice = run.f_start[k], (run.f_start[k], s, j)
                     break
     return choice
+
+
+@compiled
+def oldest_is_stuck(tab: Tables, rule: Steering, run: State, d: int, soon: float) -> bool:
+    """Whether the oldest unfinished microbatch of a device could go on but for memory."""
+    room = tab.budget[d] - run.level[d]
+    oldest = tab.m
+    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
+        oldest = min(oldest, run.b_done[tab.stage_list[x]])
+    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
+        s = tab.stage_list[x]
+        k = s * tab.m + oldest
+        if oldest < tab.m and run.f_count[s] == oldest and run.f_ready[k] <= soon and tab.activation[s] > room:
+            return True
+        if run.b_count[s] == oldest < run.f_count[s] and run.phase[k] == AWAY and run.b_ready[k] < INFINITY:
+            away = tab.dropped[s] if rule.treatment[k] == RECOMPUTE else tab.movable[s]
+            if away > room:
+                return True
+    return False
+
+
+@compiled
+def _evicted(tab: Tables, rule: Steering, run: State, d: int) -> tuple[float, int, int]:
+    """(0, stage, microbatch) of the activations that are needed last of those that can leave; stage -1: none can."""
+    stage, newest = -1, -1
+    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
+        s = tab.stage_list[x]
+        if tab.movable[s] <= 0:
+            continue
+        for j in range(run.f_count[s] - 1, run.b_count[s] - 1, -1):
+            k = s * tab.m + j
+            if run.phase[k] == RESIDENT and run.r_start[k] < 0 and run.c_start[k] < 0:
+                next_backward = j == run.b_count[s] and run.b_ready[k] < INFINITY
+                if rule.treatment[k] != RECOMPUTE and not next_backward and j > newest:
+                    stage, newest = s, j
+                    break
+    return (0.0 if stage >= 0 else INFINITY), stage, newest

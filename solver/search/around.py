@@ -60,7 +60,7 @@ def search_around(incumbent: Incumbent, rng: random.Random, *, runs: int, second
         rule = _disturbed(tab, present, length, rng, noise) if turn else rule_of(tab, present)
         state = run(tab, rule)
         if state is None:
-            return
+            continue
         found = score(tab, state, objective)
         if found <= value * (1 + SAME):
             better = found < value
@@ -99,6 +99,7 @@ def rule_of(tab: Tables, keys: Keys, **steering: object) -> Rule:
         reserve_all=False,
         newest_first=False,
         reload_lead=0.0,
+        evict=any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)),
     )
     return rule.but(**steering) if steering else rule
 
@@ -137,6 +138,17 @@ def _other_parts(tab: Tables, part: tuple[float, ...], rng: random.Random) -> tu
     return tuple(row)
 
 
+def _other_treatments(tab: Tables, treatment: _Grid, rng: random.Random) -> _Grid:
+    found = treatment.copy()
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        s, j = rng.randrange(tab.S), rng.randrange(tab.m)
+        choices = [KEEP] + [OFFLOAD] * (tab.movable[s] > 0) + [RECOMPUTE] * (tab.dropped[s] > 0)
+        others = [choice for choice in choices if choice != found[s, j]]
+        if others:
+            found[s, j] = rng.choice(others)
+    return found
+
+
 def _disturbed(tab: Tables, keys: Keys, length: float, rng: random.Random, noise: np.random.Generator) -> Rule:
     scale = sum(tab.forward) / tab.S
     deviation = rng.choice([0.2, 0.5, 1.0, 2.0, 4.0]) * scale
@@ -158,15 +170,11 @@ def _disturbed(tab: Tables, keys: Keys, length: float, rng: random.Random, noise
         return np.where(hit, times + noise.normal(0.0, deviation, times.shape), times)
 
     changed = keys._replace(forward=shifted(keys.forward), backward=shifted(keys.backward), weight=shifted(keys.weight))
+    if rng.random() < 0.4:
+        changed = changed._replace(treatment=_other_treatments(tab, keys.treatment, rng))
     if not any(tab.movable):
         return rule_of(tab, changed, patience=rng.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.0]))
-    treatment = keys.treatment.copy()
-    if rng.random() < 0.4:
-        for _ in range(rng.choice([1, 1, 2, 4])):
-            s, j = rng.randrange(tab.S), rng.randrange(tab.m)
-            if tab.movable[s]:
-                treatment[s, j] = KEEP if treatment[s, j] == OFFLOAD else OFFLOAD
-    changed = changed._replace(reload=shifted(keys.reload), treatment=treatment)
+    changed = changed._replace(reload=shifted(keys.reload))
     return rule_of(
         tab,
         changed,

@@ -62,7 +62,7 @@ def search_rules(
         rule = policy.rule(tab, path)
         state = run(tab, rule)
         if state is None:
-            break
+            continue
         value = score(tab, state, objective)
         better = not pool or value < pool[0][0]
         pool = sorted([*pool, (value, number, policy)], key=lambda entry: entry[:2])[:POOL]

@@ -114,7 +114,7 @@ def search_stages(
             tab, rule = genome.build(plain, path)
             state = run(tab, rule)
             if state is None:
-                return
+                continue
             found = score(tab, state, objective)
             if found > value:
                 continue
@@ -151,6 +151,10 @@ def changed(genome: Genome, tab: Tables, rng: random.Random) -> Genome:
         policy = replace(policy, reload_first=not policy.reload_first)
     if rng.random() < 0.1:
         policy = replace(policy, newest_first=not policy.newest_first)
+    if any(tab.offloadable) and rng.random() < 0.05:
+        policy = replace(policy, evict=not policy.evict)
+    if any(tab.dropped) and rng.random() < 0.2:
+        policy = replace(policy, recompute=min(1.0, max(0.0, policy.recompute + rng.gauss(0, 0.2))))
     if rng.random() < 0.1:
         policy = replace(policy, prefetch=max(0, policy.prefetch + rng.choice([-1, 1])))
     if rng.random() < 0.1:
