@@ -154,6 +154,9 @@ def summary(lines: list[Line], runs: list[Run]) -> list[str]:
         early = [line for line in lines if line.keeps_all]
         met = [line for line in early if (gap := line.gap(first)) is not None and gap <= _SAME]
         said.append(f"{_title(first)}: at the bound on {_share(met, early)} without offload, one stage a device")
+        begun = [row["trace"][0][0] for line in lines if (row := line.runs[first]).get("trace") and _is_16_64(line)]
+        if begun:
+            said.append(f"{_title(first)}: a first plan of 16 x 64 within {max(begun):.2f} s")
         if len(limits) > 1:
             near = [line for line in lines if _within(line.makespan(first), line.makespan(last), 0.005)]
             said.append(f"{_title(first)}: within 0.5% of {_title(last)} on {_share(near, lines)}")
@@ -161,6 +164,10 @@ def summary(lines: list[Line], runs: list[Run]) -> list[str]:
             if (mine := (method, other[1])) in runs:
                 said += _against(lines, mine, other)
     return said
+
+
+def _is_16_64(line: Line) -> bool:
+    return (line.problem.num_devices, line.problem.num_microbatches) == (16, 64)
 
 
 def _faults(lines: list[Line], runs: list[Run]) -> list[str]:

@@ -31,7 +31,7 @@ from solver.tables import tables
 _NEAR_MICROBATCHES = 2
 
 #: A lookup re-times stored schedules of so many ops in all (2 microseconds each), one at least.
-_OPS_RETIMED = 14_000
+_OPS_RETIMED = 10_000
 
 #: A lookup list-schedules so many ops in all (15 microseconds each), once at least where it has nothing else.
 _OPS_SCHEDULED = 2_500
