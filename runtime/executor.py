@@ -52,7 +52,7 @@ class Executor:
         A valid plan. Its device d is run by rank ``ranks[d]``; a plan of one device needs no process group.
     stages
         This rank's stages by number: modules that take one tensor and give one. Linear and Embedding layers in them
-        are converted in place to defer their weight gradients.
+        are converted in place to defer their weight gradients, BatchNorm layers to move their averages once a step.
     boundaries
         ``boundaries[s]``: what stage s hands to s+1; S - 1 entries.
     loss_fn
@@ -168,6 +168,8 @@ class Executor:
             self._transport.drain()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            for stage in self._stages.values():
+                stage.finish()
         except BaseException as error:
             self.failure.report(error, run.doing)
             self._transport.abort()

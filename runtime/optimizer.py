@@ -13,7 +13,8 @@ from optpipe.config import OptimizerConfig
 
 def adamw(modules: Iterable[nn.Module], settings: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; matrices and embeddings decay, biases and norms do not."""
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    # Once each, though stages may share them.
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -64,7 +65,8 @@ def clip(gradients: list[Tensor], most: float) -> float:
 
 def state_bytes(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     """Bytes of the weights, of their gradients, and of AdamW's two moments and step count."""
-    parameters = [p for module in modules for p in module.parameters()]
+    modules = list(modules)
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
     trained = [p for p in parameters if p.requires_grad]
     size = sum(p.numel() * p.element_size() for p in trained)
     buffers = sum(b.numel() * b.element_size() for module in modules for b in module.buffers())

@@ -16,8 +16,7 @@ keep its ``GradientEdge``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class Saved:
         Host memory for offloads.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, skip: AbstractSet[int], pool: HostPool) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, skip: Container[int], pool: HostPool) -> None:
         self._ledger, self._device, self._skip, self._pool = ledger, device, skip, pool
         # Weak: handles own the entries. An entry leaves when its storage may be freed, so no address is ever stale.
         self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
@@ -240,9 +239,11 @@ def _raw(hold: Hold, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(hold.storage)
 
 
-def storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The storages of tensors that stay on the device, for ``Saved``'s ``skip``."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors that stay on the device, for ``Saved``'s ``skip``. They live as long as the table: were
+    one freed and its address used again, what is there then would not be moved."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage for storage in found}
 
 
 class InputGradient:
@@ -263,7 +264,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, place: InputGradient) -> Tensor:
         ctx.place = place
-        return x.view_as(x)
+        return x.detach()  # shares memory and version with x, yet is no view to autograd: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, None, None]:

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 #: Computes and accumulates weight gradients from the tensors that B put into the store.
 WeightWork = Callable[..., None]
@@ -88,9 +87,10 @@ def defer(work: WeightWork, *tensors: Tensor) -> bool:
     Returns
     -------
     bool
-        False where nothing is put off: then the caller computes its gradients itself.
+        False where nothing is put off: then the caller computes its gradients itself. So it is where these are to be
+        differentiated again.
     """
-    if _store is None:
+    if _store is None or torch.is_grad_enabled():
         return False
     _store.put(work, *tensors)
     return True
@@ -147,12 +147,16 @@ class DeferredEmbedding(nn.Embedding):
 
 
 def _deferrable(*parameters: Tensor | None) -> bool:
-    """Whether there is a gradient to put off. Hooks on a gradient would be called by the backward without one."""
+    """Whether there is a gradient to put off. Hooks on a gradient would be called by the backward without one, and a
+    weight that is computed (by weight norm, say) hands its gradient on at once."""
     given = [parameter for parameter in parameters if parameter is not None]
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in given):
         return False
+    if torch._C._are_functorch_transforms_active():  # vmap and the like: plain layers only
+        return False
     return not any(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in given
+        not parameter.is_leaf or parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for parameter in given
     )
 
 
@@ -165,10 +169,10 @@ class _Linear(torch.autograd.Function):
         # Only parameters may stand on ctx: they stay on the device anyway, and W needs the very objects.
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, dtype
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+            out = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return out.detach()  # it may be a view, which no one may change in place behind a Function
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gx = None
@@ -210,10 +214,9 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.weight = weight
         ctx.options = (-1 if padding_idx is None else padding_idx, scale_by_freq)
-        return F.embedding(index, weight)
+        return F.embedding(index, weight).detach()  # as in _Linear
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor | None, None, None]:
         (index,) = ctx.saved_tensors
         weight, options = ctx.weight, ctx.options

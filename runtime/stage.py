@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import RunFailed
+from runtime import batch_norm
 from runtime.accounting import Ledger
 from runtime.channel import HostPool
 from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storages
@@ -45,6 +46,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             torch.cuda.set_rng_state(states[1], device)
 
 
+def _constants(module: nn.Module) -> Iterator[Tensor]:
+    """What belongs to the module and to no microbatch: parameters, buffers, and tensors that are neither but are kept
+    as attributes, such as masks."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor) and not value.requires_grad)
+
+
 @dataclass
 class _Microbatch:
     """What a stage keeps of a microbatch from F to W."""
@@ -68,7 +78,7 @@ class Stage:
     ----------
     module
         Takes one tensor and gives one. Linear and Embedding layers in it are converted in place to defer their weight
-        gradients.
+        gradients, BatchNorm layers to move their averages by mini-batches.
     index, num_stages
         Which stage of how many.
     loss_fn
@@ -89,11 +99,13 @@ class Stage:
     device: torch.device
     ledger: Ledger
     pool: HostPool
-    _skip: set[int] = field(default_factory=set)
+    _skip: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _changes_input: bool = True  # until a forward has shown that it does not
     _under_way: dict[int, _Microbatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         convert(self.module)
+        batch_norm.convert(self.module)
 
     @property
     def is_first(self) -> bool:
@@ -106,8 +118,14 @@ class Stage:
     def begin(self, batch: list[Tensor]) -> None:
         """Before a step: the tensors of its batch, which are no activations."""
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
-        self._skip = storages([*self.module.parameters(), *self.module.buffers(), *batch])
+        parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
+        self._skip = storages([*(tensor for part in parts for tensor in _constants(part)), *batch])
         self._under_way.clear()
+
+    def finish(self) -> None:
+        """After a step."""
+        batch_norm.move_averages(self.module)
+        self._skip = {}
 
     def forward(
         self, microbatch: int, x: Parcel | Tensor, target: Tensor | None, seed: int, *, recomputed: bool
@@ -139,8 +157,7 @@ class Stage:
         self._under_way[microbatch] = state
         if recomputed:
             state.input = x
-            with torch.no_grad():
-                output = self._run(state, tensor)
+            output = self._run_once(state, tensor)
         else:
             output = self._run(state, tensor)
             state.edge = get_gradient_edge(output) if output.requires_grad else None
@@ -149,6 +166,8 @@ class Stage:
             result: Parcel | Tensor = output
         else:
             output = output.contiguous()
+            if output.untyped_storage()._cdata in self._skip:
+                output = output.clone()  # a parameter, or the batch, handed on: its memory is not the run's to use
             result = Parcel(output, self.ledger.hold(output))
         if isinstance(x, Parcel) and not recomputed:
             x.hold.release()
@@ -159,26 +178,44 @@ class Stage:
         state = self._under_way[microbatch]
         x, state.input = state.input, None
         assert x is not None, "only a forward that kept its input can run again"
-        output = self._run(state, x.tensor if isinstance(x, Parcel) else x)
+        with batch_norm.run_again():
+            output = self._run(state, x.tensor if isinstance(x, Parcel) else x)
         state.edge = get_gradient_edge(output) if output.requires_grad else None
         if isinstance(x, Parcel):
             x.hold.release()
 
+    @torch.no_grad()
+    def _run_once(self, state: _Microbatch, x: Tensor) -> Tensor:
+        """The forward before C, which needs the input as it was."""
+        given = x.clone() if self._changes_input else x
+        version = given._version
+        output = self._run(state, given)
+        changed = given._version != version
+        if changed and not self._changes_input:
+            raise RunFailed("the stage changes its input in place, but did not before: its forward cannot be run again")
+        self._changes_input = changed
+        return output
+
     def _run(self, state: _Microbatch, x: Tensor) -> Tensor:
-        random = seeded(state.seed, self.device) if self.module.training else nullcontext()
         hooks = state.saved.hooks() if torch.is_grad_enabled() else nullcontext()
-        with random, hooks:
+        with seeded(state.seed, self.device), hooks:
             if not self.is_first and torch.is_grad_enabled():
                 x = enter(x, state.gradient)
             output: Tensor = self.module(x)
             del x
+            if not isinstance(output, Tensor):
+                raise RunFailed(f"stage {self.index} gave a {type(output).__name__}, expected one tensor")
             if self.is_last:
                 assert state.target is not None
                 output = self.loss_fn(output, state.target) / self.num_microbatches
+                if output.numel() != 1:
+                    raise RunFailed(f"the loss has shape {tuple(output.shape)}, expected one number")
+                output = output.reshape(())
         return output
 
     def backward(self, microbatch: int, gradient: Parcel | None, *, split: bool) -> Parcel | None:
-        """B (``split``) or BW. The gradient for the input with the hold on it; None of the first stage.
+        """B (``split``) or BW. The gradient for the input with the hold on it, zeros where nothing depends on it; None
+        of the first stage.
 
         Parameters
         ----------
@@ -197,7 +234,8 @@ class Stage:
             del self._under_way[microbatch]
         if edge is not None:
             value = gradient.tensor if gradient is not None else torch.ones((), device=self.device)
-            with deferring(state.store):
+            # Checkpoints inside the stage run their forwards again.
+            with deferring(state.store), batch_norm.run_again():
                 torch.autograd.backward([edge], [value])
             del edge, value
         if gradient is not None:
@@ -266,9 +304,10 @@ def measure_bytes(
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
-        split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
-        fused = _measured(module, index, num_stages, x, target, loss_fn, kind="fused")
-        again = _measured(module, index, num_stages, x, target, loss_fn, kind="recomputed")
+        with batch_norm.run_again():  # what is measured is no training
+            split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
+            fused = _measured(module, index, num_stages, x, target, loss_fn, kind="fused")
+            again = _measured(module, index, num_stages, x, target, loss_fn, kind="recomputed")
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

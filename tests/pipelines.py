@@ -24,7 +24,7 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from runtime.executor import Executor, StepResult, TensorSpec
 from runtime.model import GPTConfig, build_layers, loss_fn
-from runtime.stage import dropout_seed, measure_bytes, seeded
+from runtime.stage import StageBytes, dropout_seed, measure_bytes, seeded
 from tests.random_schedules import fitted, placement, random_schedule
 
 SIZE, LENGTH = 2, 8  # sequences of a microbatch, tokens of a sequence
@@ -65,13 +65,21 @@ def model_problem(
 
 def problem_of(modules: Sequence[nn.Module], places: Sequence[int], microbatches: int) -> Problem:
     """The same for other stages; ``places``: the device of each."""
-    count, devices = len(places), max(places) + 1
+    count = len(places)
     inputs, targets = batch(1)
-    stages = []
-    for s, device in enumerate(places):
+    sizes = []
+    for s in range(count):
         x = inputs[0] if s == 0 else torch.randn(SIZE, LENGTH, MODEL.width)
         target = targets[0] if s == count - 1 else None
-        found = measure_bytes(modules[s], s, count, x, target, loss_fn)
+        sizes.append(measure_bytes(modules[s], s, count, x, target, loss_fn))
+    return problem_with(sizes, places, microbatches)
+
+
+def problem_with(sizes: Sequence[StageBytes], places: Sequence[int], microbatches: int) -> Problem:
+    """The same with bytes that are known."""
+    count, devices = len(places), max(places) + 1
+    stages = []
+    for found, device in zip(sizes, places, strict=True):
         stages.append(
             {
                 "device": device,

@@ -14,6 +14,7 @@ from optpipe.plan import Plan
 from runtime.executor import Executor, PeerLost
 from runtime.model import loss_fn
 from runtime.stage import measure_bytes
+from tests import odd_models
 from tests.pipelines import (
     batch,
     boundaries,
@@ -130,6 +131,7 @@ def check_odd_stages(rank, places, seed, **options):
 def all_plans(rank, count):
     for seed in range(4 if count == 2 else 2):
         check_odd_stages(rank, [s % count for s in range(5)], seed, before_op=Delays(seed))
+    odd_models.check_on_ranks(rank, count)
     for name, plan in known_plans(count):
         check_run(name, plan, rank, exact=True, steps=2)
     for name, plan in random_plans(count, range(9 if count == 2 else 6)):

@@ -1,0 +1,118 @@
+"""BatchNorm over a mini-batch that comes in microbatches.
+
+Training normalises each microbatch by its own statistics. What evaluation uses are moving averages, and they are to be
+those of the whole mini-batch, whatever the schedule: a microbatch's forward only notes its statistics, the end of the
+step moves the averages once, and a forward that is run again (C, or a checkpoint inside the stage) notes nothing. As in
+GPipe (arXiv:1811.06965, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_again = False
+
+
+class _Statistics(NamedTuple):
+    """Of some microbatches together: values a channel, their mean, and the sum of squared differences from it."""
+
+    values: float
+    mean: Tensor
+    squares: Tensor
+
+    def with_(self, other: _Statistics) -> _Statistics:
+        """Of both together (Chan, Golub and LeVeque 1979, https://doi.org/10.2307/2683386)."""
+        count = self.values + other.values
+        delta = other.mean - self.mean
+        mean = self.mean + delta * (other.values / count)
+        squares = self.squares + other.squares + delta**2 * (self.values * other.values / count)
+        return _Statistics(count, mean, squares)
+
+
+class _MiniBatch(_BatchNorm):
+    """The forward of the three below; ``move_averages`` ends a mini-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.track_running_stats or self.running_mean is None:
+            return super().forward(x)
+        self._check_input_dim(x)
+        assert self.running_var is not None
+        # With momentum 1 torch's kernel leaves the statistics of this microbatch in place of averages.
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if not _again:
+            count = x.numel() / x.shape[1]
+            here = _Statistics(count, mean, variance * (count - 1))  # the kernel's variance is the unbiased one
+            noted: _Statistics | None = self.__dict__.get("_noted")
+            self._noted = here if noted is None else noted.with_(here)
+        return out
+
+    def move_averages(self) -> None:
+        """Count the microbatches since the last call as one mini-batch."""
+        noted: _Statistics | None = self.__dict__.pop("_noted", None)
+        if noted is None:
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        assert momentum is not None
+        self.running_mean.lerp_(noted.mean, momentum)
+        self.running_var.lerp_(noted.squares / (noted.values - 1), momentum)
+
+
+class MiniBatchNorm1d(_MiniBatch, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` over mini-batches."""
+
+
+class MiniBatchNorm2d(_MiniBatch, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` over mini-batches."""
+
+
+class MiniBatchNorm3d(_MiniBatch, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` over mini-batches."""
+
+
+_CLASSES: dict[type, type] = {
+    nn.BatchNorm1d: MiniBatchNorm1d,
+    nn.BatchNorm2d: MiniBatchNorm2d,
+    nn.BatchNorm3d: MiniBatchNorm3d,
+}
+
+
+def convert(module: nn.Module) -> nn.Module:
+    """Let the BatchNorm layers of ``module`` move their averages by mini-batches, in place; subclasses stay as they
+    are. Names and values do not change."""
+    for layer in module.modules():
+        if type(layer) in _CLASSES:
+            layer.__class__ = _CLASSES[type(layer)]
+    return module
+
+
+@torch.no_grad()
+def move_averages(module: nn.Module) -> None:
+    """End a mini-batch in all layers of ``module``."""
+    for layer in module.modules():
+        if isinstance(layer, _MiniBatch):
+            layer.move_averages()
+
+
+@contextmanager
+def run_again() -> Iterator[None]:
+    """Forwards inside have been run before: they note nothing."""
+    # Plain and global: on CUDA a backward, and a checkpoint's forward in it, runs on a thread of autograd's.
+    global _again
+    outer, _again = _again, True
+    try:
+        yield
+    finally:
+        _again = outer
