@@ -27,10 +27,22 @@ from solver.tables import Tables, paths, tables
 #: Ops that all policies tried may place, together, before one is chosen on a smaller problem.
 _WORK = 150_000
 
+#: Policies that are tried where not even the smaller problem leaves time for all.
+_FEW = 4
+
 _ANY = math.inf
 #: With offload, the most promising first.
 _OFFLOADING = (
     Policy(lean=0.0, backward_ideal=False, alternation=1.0, flight=3.0, flight_extra=1, kept=2, prefetch=3, reserve=0),
+    Policy(lean=1.0, forward_shift=2.0, backward_ideal=True, flight=3.0, kept=3, prefetch=1, reserve=0),
+    Policy(
+        lean=1.0, forward_shift=4.0, share_idle=True, flight=2.0, flight_extra=3, kept=2, prefetch=1, reserve=0,
+        newest_first=False,
+    ),
+    Policy(
+        lean=0.5, forward_shift=2.0, backward_ideal=True, patience=0.5, share_idle=True, alternation=0.5, flight=1.5,
+        flight_extra=1, kept=3, prefetch=0, reserve=0,
+    ),
     Policy(
         lean=-1.0, forward_shift=1.0, backward_ideal=True, flight=_ANY, kept=1, prefetch=0, reserve=0,
         newest_first=False,
@@ -39,7 +51,6 @@ _OFFLOADING = (
         lean=-1.0, backward_ideal=True, weight_shift=8.0, patience=1.0, alternation=1.0, flight=3.0, flight_extra=4,
         kept=2, prefetch=0, reserve=0, newest_first=False,
     ),
-    Policy(lean=1.0, forward_shift=2.0, backward_ideal=True, flight=3.0, kept=3, prefetch=1, reserve=0),
     Policy(
         lean=0.5, patience=0.5, alternation=0.5, flight=3.0, flight_extra=2, kept=2, prefetch=0, reserve=0,
         newest_first=False,
@@ -51,6 +62,10 @@ _OFFLOADING = (
     Policy(
         lean=-1.0, forward_shift=4.0, patience=1.0, alternation=0.5, flight=2.0, flight_extra=2, kept=1, prefetch=0,
         reserve=0,
+    ),
+    Policy(
+        lean=0.0, backward_ideal=True, weight_shift=8.0, alternation=2.0, flight=2.0, flight_extra=2, kept=2,
+        prefetch=2, reserve=0, newest_first=False,
     ),
     Policy(
         lean=0.5, backward_ideal=True, weight_shift=8.0, patience=1.0, share_idle=True, alternation=0.5, flight=2.0,
@@ -79,7 +94,7 @@ def ada_offload(problem: Problem, *, objective: str = "makespan", work: int = _W
     objective
         ``makespan`` or ``span``.
     work
-        Ops to place at most; if that is too few for all policies, two are chosen on a problem with fewer microbatches.
+        Ops to place; if that is too few for all policies, one is chosen on a problem with fewer microbatches.
 
     Raises
     ------
