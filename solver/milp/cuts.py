@@ -22,23 +22,40 @@ from solver.milp.model import DeviceOrder, Model
 from solver.milp.sparse import INF
 
 
-def add_load_rows(model: Model, device: DeviceOrder, *, chains: bool) -> None:
+def add_load_rows(model: Model, device: DeviceOrder) -> None:
     """Load rows: from the device's first op and first backward to each op, from each op to the last backward and to
-    the end; with ``chains`` also from each op to the next of its sequence."""
-    ops, sure = device.ops, device.precedence.sure
-    n = len(ops)
-    everyone = np.arange(n)
-    kind = model.table.per_op(model.table.kind)[ops]
+    the end. Where only a part is free, from the last op before it and to the first op after it instead, so that
+    nothing else is drawn into it."""
+    told = np.flatnonzero((device.column >= 0).any(axis=0))
+    if not len(told):
+        return
+    first, last = _anchors(model, device) if model.known is None else _neighbours(device, told)
+    everyone = np.arange(len(device.ops))
+    pairs = [(np.full(len(everyone), x), everyone) for x in first] + [
+        (everyone, np.full(len(everyone), x)) for x in last
+    ]
+    if pairs:
+        a, b = (np.concatenate(part) for part in zip(*pairs, strict=True))
+        sure = device.precedence.sure[a, b]
+        _between(model, device, a[sure], b[sure])
+    _to_the_end(model, device, told)
+
+
+def _anchors(model: Model, device: DeviceOrder) -> tuple[list[int], list[int]]:
+    """The device's first op and first backward; its last backward. (The first backward is that of its last stage.)"""
+    kind = model.table.per_op(model.table.kind)[device.ops]
     backwards = np.flatnonzero(kind == Kind.B)
     m = model.table.microbatches
-    # The first backward is that of the last stage, the last one that of the first stage.
-    first_b, last_b = int(backwards[-m]), int(backwards[m - 1])
-    pairs = [(np.zeros(n, np.int64), everyone), (np.full(n, first_b), everyone), (everyone, np.full(n, last_b))]
-    if chains:
-        pairs.append((everyone[:-1], everyone[1:]))
-    a, b = (np.concatenate(part) for part in zip(*pairs, strict=True))
-    _between(model, device, a[sure[a, b]], b[sure[a, b]])
-    _to_the_end(model, device)
+    return [0, int(backwards[-m])], [int(backwards[m - 1])]
+
+
+def _neighbours(device: DeviceOrder, told: Ints) -> tuple[list[int], list[int]]:
+    """Of the ops that surely come before all ``told`` ones the last, of those after them the first."""
+    sure = device.precedence.sure
+    before, after = np.asarray(sure[:, told].all(axis=1)), np.asarray(sure[told].all(axis=0))
+    ahead, behind = np.where(before, sure.sum(axis=0), -1), np.where(after, sure.sum(axis=1), -1)
+    first, last = int(ahead.argmax()), int(behind.argmax())
+    return [first] if before[first] else [], [last] if after[last] else []
 
 
 def _between(model: Model, device: DeviceOrder, a: Ints, b: Ints) -> None:
@@ -54,9 +71,8 @@ def _between(model: Model, device: DeviceOrder, a: Ints, b: Ints) -> None:
     _spread(model, device, rows, a, 1.0)
 
 
-def _to_the_end(model: Model, device: DeviceOrder) -> None:
+def _to_the_end(model: Model, device: DeviceOrder, told: Ints) -> None:
     ops = device.ops
-    told = np.flatnonzero((device.column >= 0).any(axis=0))
     took = model.table.shortest[ops]
     known = took.sum() - took @ device.const[:, told]
     terms = [(np.full(len(told), model.end_of_all), model.per_unit), (model.start[ops[told]], -1.0)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Kind, Ops
 from optpipe.problem import Problem
-from solver.milp import compute, cuts, memory, reload_memory, transfer_cuts, transfers
+from solver.milp import compute, cuts, fluid, memory, reload_memory, transfer_cuts, transfers
 from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.model import Bits, DeviceOrder, Model, Objective
 from solver.milp.precedence import (
@@ -57,15 +57,17 @@ class Options:
         With O and R where they can help.
     fuse
         With the choice of BW, where that is shorter than B and W.
-    load, chains, staircase, triangles
-        Families of valid rows, see ``cuts``. ``chains``: load rows along every sequence too.
+    relaxed
+        Rows that every schedule of the problem obeys (see ``fluid``), for bounds; its solutions are no schedules.
+    load, staircase, triangles
+        Families of valid rows, see ``cuts``.
     """
 
     objective: Objective = "makespan"
     offload: bool = True
     fuse: bool = True
+    relaxed: bool = False
     load: bool = True
-    chains: bool = False
     staircase: bool = True
     triangles: bool = False
 
@@ -127,7 +129,7 @@ class Formulation:
     @property
     def bound_holds(self) -> bool:
         """Whether a lower bound of the program is one of the problem."""
-        return self.known is None and not self.excludes
+        return self.known is None and (self.options.relaxed or not self.excludes)
 
     @property
     def excludes(self) -> str:
@@ -156,6 +158,13 @@ class Formulation:
         """The same from ops; None where the program has no such schedule (see ``incumbent``)."""
         found = incumbent(self.problem, self.table, ops)
         return None if found is None else self.vector(found)
+
+
+def _add_memory(model: Model, device: DeviceOrder, held: memory.DeviceMemory, options: Options) -> None:
+    away = memory.add_forward_rows(model, device, held)
+    reload_memory.add_reload_rows(model, device, held, away)
+    if options.load:
+        transfer_cuts.add_transfer_loads(model, device, held, away)
 
 
 def time_unit(problem: Problem, table: OpTable, upper: float) -> float:
@@ -205,10 +214,12 @@ def formulate(
         No schedule (with ascending microbatches) is as short as ``upper``.
     """
     options = options or Options()
-    table = known.table if known is not None else op_table(problem, offload=options.offload, fuse=options.fuse)
+    offload = options.offload and not options.relaxed
+    table = known.table if known is not None else op_table(problem, offload=offload, fuse=options.fuse)
     limit = _one_at_a_time(problem, table) if upper is None else upper
     by_device = options.objective == "span"
-    devices = by_structure(problem, table)
+    leaky = [_leaky(problem, table, options, d) for d in range(problem.num_devices)]
+    devices = by_structure(problem, table, leaky)
     if known is not None and free is not None:
         decide_by_order(devices, known.place, free)
     data = data_arcs(problem, table)
@@ -217,7 +228,8 @@ def formulate(
         if not decide_by_windows(table, devices, found, limit):
             break
         found = windows(table, devices, data, limit, by_device=by_device)
-    model = Model(problem, table, options.objective, limit, found, time_unit(problem, table, limit), known, free)
+    unit = 0.0 if options.relaxed and any(leaky) else time_unit(problem, table, limit)
+    model = Model(problem, table, options.objective, limit, found, unit, known, free)
     _write(model, devices, options, lower)
     return Formulation(
         problem=problem,
@@ -251,16 +263,23 @@ def _write(model: Model, devices: Sequence[DevicePrecedence], options: Options, 
     for number, device in enumerate(model.devices):
         if _tight(model.problem, number):
             held = memory.device_memory(model, device, number)
-            away = memory.add_forward_rows(model, device, held)
-            reload_memory.add_reload_rows(model, device, held, away)
-            if options.load:
-                transfer_cuts.add_transfer_loads(model, device, held, away)
+            if options.relaxed:
+                fluid.add_fluid(model, device, held, number)
+            else:
+                _add_memory(model, device, held, options)
         if options.load:
-            cuts.add_load_rows(model, device, chains=options.chains)
+            cuts.add_load_rows(model, device)
         if options.staircase:
             cuts.add_staircase_rows(model, device)
         if options.triangles:
             cuts.add_triangle_rows(model, device)
+
+
+def _leaky(problem: Problem, table: OpTable, options: Options, device: int) -> bool:
+    """Whether activations may leave the device's memory otherwise than by backwards."""
+    if options.relaxed:
+        return bool(fluid.leaks(problem, device))
+    return any(problem.stages[s].device == device for s in table.offloaded)
 
 
 def _one_at_a_time(problem: Problem, table: OpTable) -> float:

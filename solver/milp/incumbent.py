@@ -52,12 +52,23 @@ class Incumbent:
         ended = self.end[a] <= self.start[b] + self.slack
         if meaning is Meaning.FREED:
             return ended
+        if meaning is Meaning.GIVES_BACK:
+            return ended & self.chosen[a] & ~self._weight_done(a, b)
         back = self.reload_of(a)
         later = self.start[back] >= self.start[b] - self.slack
         # Of two reloads at one instant the one with the higher number counts as the later one.
         tie = np.abs(self.start[back] - self.start[b]) <= self.slack
         reload_ = np.repeat(self.table.kind == Kind.R, self.table.microbatches)[b]
         return ended & self.chosen[a] & later & (~reload_ | ~tie | (back > b))
+
+    def _weight_done(self, backward: Ints, b: Ints) -> Bools:
+        """Whether the W of each B counts as ended when b starts: by the order at an F, by time at an R."""
+        m = self.table.microbatches
+        stage = np.repeat(self.table.stage, m)[backward]
+        first = np.array([self.table.sequence[Kind.W, int(s)] for s in stage], np.int64)
+        weight = first * m + backward % m
+        by_time = self.end[weight] <= self.start[b] + self.slack
+        return np.where(self.table.compute[b], self.place[weight] < self.place[b], by_time)
 
     def reload_of(self, offload: Ints) -> Ints:
         """The R of each O."""
@@ -78,10 +89,7 @@ def incumbent(problem: Problem, table: OpTable, ops: Ops) -> Incumbent | None:
     there = index >= 0
     start = np.where(there, renumbered.start[index], np.nan)
     took = table.per_op(table.base) + table.per_op(table.scale) * chosen
-    for s in table.fused:
-        weight, backward = table.ops(Kind.W, s), table.ops(Kind.B, s)
-        fused = chosen[weight]
-        start[weight[fused]] = start[backward[fused]] + took[backward[fused]]
+    _place_fused_weights(table, start, took)
     _place_idle_transfers(table, start, took)
     if np.isnan(start).any():
         return None
@@ -115,6 +123,16 @@ def _placed(table: OpTable, ops: Ops) -> tuple[Ints, Bools] | None:
         chosen[table.ops(Kind.B, s)[ops.microbatch[mask]]] = True
         chosen[table.ops(Kind.W, s)[ops.microbatch[mask]]] = True
     return index, chosen
+
+
+def _place_fused_weights(table: OpTable, start: Floats, took: Floats) -> None:
+    """Starts for W's without a duration: right after their B or the W before, whichever is later."""
+    for s in table.fused:
+        free = -np.inf
+        for op, before in zip(table.ops(Kind.W, s).tolist(), table.ops(Kind.B, s).tolist(), strict=True):
+            if np.isnan(start[op]):
+                start[op] = max(free, start[before] + took[before])
+            free = max(free, start[op] + took[op])
 
 
 def _place_idle_transfers(table: OpTable, start: Floats, took: Floats) -> None:

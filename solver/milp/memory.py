@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Kind
-from solver.milp.model import DeviceOrder, Meaning, Model, joined
+from solver.milp.model import Bits, DeviceOrder, Meaning, Model, joined
+from solver.milp.precedence import boolean_product
 from solver.milp.sparse import INF
 
 #: Memory rows are scaled so that the budget is at most this much; what is lost is below the solver's tolerance.
@@ -30,6 +32,8 @@ class DeviceMemory:
 
     Attributes
     ----------
+    unit
+        Bytes.
     budget
         What fits.
     kind
@@ -44,6 +48,7 @@ class DeviceMemory:
         int64 (k,): places of the pairs' F and B in the device's list.
     """
 
+    unit: float
     budget: float
     kind: Ints
     weight: Floats
@@ -77,6 +82,7 @@ def device_memory(model: Model, device: DeviceOrder, number: int) -> DeviceMemor
         return device.place[first[of] * table.microbatches + microbatch]
 
     return DeviceMemory(
+        unit=unit * scale,
         budget=budget // unit / scale,
         kind=kind,
         weight=weight / unit / scale,
@@ -111,7 +117,57 @@ def add_forward_rows(model: Model, device: DeviceOrder, memory: DeviceMemory) ->
     model.builder.entries(rows[x], device.column[q, events[x]], weight[q] * device.sign[q, events[x]])
     x, k = np.nonzero(away.column[events] >= 0)
     model.builder.entries(rows[x], away.column[events[x], k], -memory.moved[k])
+    add_fused_credit(model, device, memory, rows, ops[events], before_events(device, events))
     return away
+
+
+class Before(NamedTuple):
+    """'The op at place q before event k' as ``const[q, k] + sign[q, k] * x[column[q, k]]``."""
+
+    const: Floats
+    sign: Floats
+    column: Ints
+
+
+def before_events(device: DeviceOrder, events: Ints) -> Before:
+    """The order bits of compute ops to the compute ops at places ``events``."""
+    return Before(device.const[:, events], device.sign[:, events], device.column[:, events])
+
+
+def add_fused_credit(
+    model: Model, device: DeviceOrder, memory: DeviceMemory, rows: Ints, events: Ints, before: Before
+) -> None:
+    """A fused backward frees everything at its end: where it has ended and the W, which it leaves without a duration,
+    has not yet had its turn among the W's, a credit takes the place of that W.
+
+    Parameters
+    ----------
+    rows, events
+        The memory rows and the ops that they are about.
+    before
+        How compute ops count at these events.
+    """
+    table = model.table
+    for s in table.fused:
+        backward, weight = (device.place[table.ops(kind, s)] for kind in (Kind.B, Kind.W))
+        if backward[0] < 0 or memory.weight[weight[0]] == 0.0:
+            continue
+        j, k = (part.ravel() for part in np.meshgrid(np.arange(len(weight)), np.arange(len(events)), indexing="ij"))
+        ended = before.const[backward[j], k] + np.maximum(before.sign[backward[j], k], 0.0) > 0
+        waits = before.const[weight[j], k] + np.minimum(before.sign[weight[j], k], 0.0) < 1
+        told = ended & waits
+        b, w, k = backward[j[told]], weight[j[told]], k[told]
+        labels = (device.ops[b], events[k])
+        credit = model.builder.columns("{}_gives_back_at_{}", labels, 0.0, 1.0)
+        model.bits.append(Bits(Meaning.GIVES_BACK, credit, *labels))
+        limits: tuple[tuple[str, Ints, Floats, Floats], ...] = (
+            ("fused_{}_{}", model.decision[device.ops[b]], np.ones(len(b)), np.zeros(len(b))),
+            ("ended_{}_{}", before.column[b, k], before.sign[b, k], before.const[b, k]),
+            ("unless_{}_{}", before.column[w, k], -before.sign[w, k], 1.0 - before.const[w, k]),
+        )
+        for template, column, sign, const in limits:
+            model.builder.rows(template, labels, -INF, const, [(credit, np.ones(len(b))), (column, -sign)])
+        model.builder.entries(rows[k], credit, memory.weight[w])
 
 
 def _away_at_forwards(model: Model, device: DeviceOrder, memory: DeviceMemory, events: Ints) -> Away:
@@ -162,9 +218,9 @@ def _add_decided(model: Model, device: DeviceOrder, memory: DeviceMemory, away: 
 
 def first_of(mask: Bools, sure: Bools) -> Bools:
     """Of the ops that each column of ``mask`` (n, k) marks, those that no other one surely precedes."""
-    return mask & ~(sure.T.astype(np.float32) @ mask.astype(np.float32) > 0.5)
+    return mask & ~boolean_product(sure.T, mask) if mask.any() else mask
 
 
 def last_of(mask: Bools, sure: Bools) -> Bools:
     """Of the ops that each column of ``mask`` (n, k) marks, those that surely precede no other one."""
-    return mask & ~(sure.astype(np.float32) @ mask.astype(np.float32) > 0.5)
+    return mask & ~boolean_product(sure, mask) if mask.any() else mask

@@ -31,12 +31,14 @@ class Meaning(Enum):
     AWAY = "1: the activations that a, an O, moves are away when b starts"
     STARTED = "0: a, an F, starts at or after the start of b, an R"
     FREED = "1: a, a B or W, has ended when b, an R, starts"
+    GIVES_BACK = "1 at most: a, a B, is fused and has ended when b starts, and its W does not count as ended"
     AHEAD = "1: transfer a ends before transfer b starts, both on one channel"
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Binary columns of one meaning: ``columns``, ``a`` and ``b`` (op numbers; b is a where there is one op only)."""
+    """Binary columns (those of ``GIVES_BACK`` real) of one meaning: ``columns``, ``a`` and ``b`` (op numbers; b is a
+    where there is one op only)."""
 
     meaning: Meaning
     columns: Ints
@@ -196,11 +198,13 @@ class Model:
         table = self.table
         for s in table.offloaded:
             offload = table.ops(Kind.O, s)
-            columns = self.add_bits("moved_{}", Meaning.MOVED, offload, offload)
+            known = self.decided(Meaning.MOVED, offload, offload)
+            columns = self.add_bits("moved_{}", Meaning.MOVED, offload, offload, known == 1, known != 0)
             self.decision[offload] = self.decision[table.ops(Kind.R, s)] = columns
         for s in table.fused:
             backward = table.ops(Kind.B, s)
-            columns = self.add_bits("fused_{}", Meaning.FUSED, backward, backward)
+            known = self.decided(Meaning.FUSED, backward, backward)
+            columns = self.add_bits("fused_{}", Meaning.FUSED, backward, backward, known == 1, known != 0)
             self.decision[backward] = self.decision[table.ops(Kind.W, s)] = columns
 
     def after(

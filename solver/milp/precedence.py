@@ -32,7 +32,6 @@ class Arcs(NamedTuple):
     lag: Floats
 
 
-@dataclass
 class DevicePrecedence:
     """What is known of the order on one device.
 
@@ -41,44 +40,59 @@ class DevicePrecedence:
     ops
         int64 (n,): the device's compute ops.
     sure
-        bool (n, n): ``sure[x, y]``: op x (its place in ``ops``) comes before op y. Transitive.
+        bool (n, n): ``sure[x, y]``: op x (its place in ``ops``) comes before op y. Transitive after ``add``.
     """
 
-    ops: Ints
-    sure: Bools
+    def __init__(self, ops: Ints, sure: Bools) -> None:
+        self.ops, self.sure = ops, sure
+        self._reduced: Bools | None = None
 
     @property
     def open(self) -> Bools:
         """bool (n, n): pairs whose order is not known."""
         return ~(self.sure | self.sure.T | np.eye(len(self.ops), dtype=np.bool_))
 
-    def close(self) -> None:
-        """Add what follows by transitivity.
+    def add(self, more: Bools) -> None:
+        """Add pairs to ``sure``, and what follows by transitivity.
 
         Raises
         ------
         Contradiction
             An op would come before itself.
         """
+        self.sure = self.sure | more
+        self._reduced = None
         while True:
-            more = self.sure | _product(self.sure, self.sure)
-            if (more == self.sure).all():
+            closed = self.sure | boolean_product(self.sure, self.sure)
+            if (closed == self.sure).all():
                 break
-            self.sure = more
+            self.sure = closed
         if self.sure.diagonal().any():
             raise Contradiction
 
     def reduced(self) -> Bools:
         """bool (n, n): the pairs of ``sure`` that do not follow from others."""
-        return self.sure & ~_product(self.sure, self.sure)
+        if self._reduced is None:
+            self._reduced = self.sure & ~boolean_product(self.sure, self.sure)
+        return self._reduced
 
 
-def _product(a: Bools, b: Bools) -> Bools:
-    return np.asarray(a.astype(np.float32) @ b.astype(np.float32) > 0.5)
+def boolean_product(a: Bools, b: Bools) -> Bools:
+    """bool (n, k): whether some i has ``a[x, i]`` and ``b[i, y]``. (Packed bits: BLAS would spin up its threads.)"""
+    packed = np.packbits(b, axis=1)
+    out = np.zeros((a.shape[0], packed.shape[1]), np.uint8)
+    for i in range(a.shape[1]):
+        rows = np.flatnonzero(a[:, i])
+        if len(rows):
+            out[rows] |= packed[i]
+    return np.unpackbits(out, axis=1, count=b.shape[1]).astype(np.bool_)
 
 
-def by_structure(problem: Problem, table: OpTable) -> list[DevicePrecedence]:
-    """What the data dependencies, the ascending microbatches and the memory of a device order, one a device."""
+def by_structure(problem: Problem, table: OpTable, leaky: Sequence[bool]) -> list[DevicePrecedence]:
+    """What the data dependencies, the ascending microbatches and the memory of a device order, one a device.
+
+    ``leaky``: devices where activations may leave memory otherwise than by backwards.
+    """
     m = table.microbatches
     upto = np.triu(np.ones((m, m), np.bool_))
     found = []
@@ -92,8 +106,7 @@ def by_structure(problem: Problem, table: OpTable) -> list[DevicePrecedence]:
         n = len(sequences) * m
         ops = (sequences[:, None] * m + np.arange(m)).ravel()
         precedence = DevicePrecedence(ops, blocks.reshape(n, n))
-        _memory_order(problem, table, device, precedence)
-        precedence.close()
+        precedence.add(_memory_order(problem, table, device, ops, leaky[device]))
         found.append(precedence)
     return found
 
@@ -109,25 +122,26 @@ def _sequence_before(kind: Ints, stage: Ints, other_kind: Ints, other_stage: Int
     )
 
 
-def _memory_order(problem: Problem, table: OpTable, device: int, precedence: DevicePrecedence) -> None:
+def _memory_order(problem: Problem, table: OpTable, device: int, ops: Ints, leaky: bool) -> Bools:
     """Where nothing can leave but by backwards: F(s, j) needs B(s, j - k) done, k microbatches being all that fit.
 
     When F(s, j) starts, j + 1 microbatches of every stage t <= s of the device have started, and those whose B(s) has
     not ended hold all activations of these stages, since B(t) comes after B(s).
     """
+    more = np.zeros((len(ops), len(ops)), np.bool_)
     budget = problem.devices[device].memory_bytes
-    held = problem.stages_of[device]
-    if budget is None or any(s in table.offloaded for s in held):
-        return
+    if budget is None or leaky:
+        return more
     m = table.microbatches
+    place = np.full(table.num_ops, -1, np.int64)
+    place[ops] = np.arange(len(ops))
     together = 0
-    for s in held:
+    for s in problem.stages_of[device]:
         together += problem.stages[s].activation_bytes
-        room = m if together == 0 else budget // together
-        place = {op: x for x, op in enumerate(precedence.ops.tolist())}
-        forward, backward = table.ops(Kind.F, s), table.ops(Kind.B, s)
-        for j in range(room, m):
-            precedence.sure[place[int(backward[j - room])], place[int(forward[j])]] = True
+        room = min(m, budget // together) if together else m
+        forward, backward = place[table.ops(Kind.F, s)], place[table.ops(Kind.B, s)]
+        more[backward[: m - room], forward[room:]] = True
+    return more
 
 
 def data_arcs(problem: Problem, table: OpTable) -> Arcs:
@@ -285,8 +299,7 @@ def decide_by_windows(table: OpTable, devices: Sequence[DevicePrecedence], found
         if (more & more.T).any():
             raise Contradiction
         if more.any():
-            precedence.sure |= more
-            precedence.close()
+            precedence.add(more)
             news = True
     return news
 
@@ -305,5 +318,4 @@ def decide_by_order(devices: Sequence[DevicePrecedence], place: Ints, free: Bool
         ops = precedence.ops
         ahead = place[ops][:, None] < place[ops][None, :]
         loose = free[ops]
-        precedence.sure |= ahead & ~(loose[:, None] & loose[None, :])
-        precedence.close()
+        precedence.add(ahead & ~(loose[:, None] & loose[None, :]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Kind
-from solver.milp.memory import Away, DeviceMemory, add_moved_rows, first_of, last_of
+from solver.milp.memory import Away, Before, DeviceMemory, add_fused_credit, add_moved_rows, first_of, last_of
 from solver.milp.model import DeviceOrder, Meaning, Model
 from solver.milp.sparse import INF
 
@@ -47,6 +47,9 @@ def add_reload_rows(model: Model, device: DeviceOrder, memory: DeviceMemory, awa
     model.builder.entries(rows[k], counted.column[q, k], memory.weight[q])
     i, k = np.nonzero(elsewhere.column >= 0)
     model.builder.entries(rows[k], elsewhere.column[i, k], -memory.moved[i])
+    sign = np.where(counted.column >= 0, 1.0, 0.0)
+    before_reloads = Before(counted.const[:, events], sign[:, events], counted.column[:, events])
+    add_fused_credit(model, device, memory, rows[events], memory.reloads[events], before_reloads)
     _link_to_order(model, device, memory, counted)
     _tie_to_forwards(model, device, memory, counted, away)
 
