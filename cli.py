@@ -190,6 +190,41 @@ def _progress_text(now: Progress) -> str:
     return f"{now.best:.5g} ms, bound {now.bound:.5g} ms, gap {now.gap:.1%}, by {now.source}, {now.seconds:.0f} s"
 
 
+@command("optpipe compare problem.json --time-limit 30")
+@click.argument("task_file", metavar="CONFIG_OR_PROBLEM", type=click.Path())
+@click.option("--profile", "profile_file", type=click.Path(), help="The profile to plan a config with.")
+@click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", help="Time to shorten.")
+@click.option("--time-limit", type=Number(min=0, min_open=True), default=30.0, help="Seconds for OptPipe's own plan.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Same seed, same plan.")
+@json_option
+def compare(
+    task_file: str, profile_file: str | None, objective: str, time_limit: float, seed: int, as_json: bool
+) -> None:
+    """Every known schedule and OptPipe's, side by side.
+
+    Makespan, bubble, peak memory of the fullest device against its budget, offloaded bytes, and why a schedule cannot
+    be used. Nothing is written.
+    """
+    from optpipe import report
+    from optpipe.task import read_task
+    from solver.compare import compare as run
+    from solver.options import SolveOptions
+
+    problem = read_task(task_file, profile_file).problem
+    options = SolveOptions(objective="span" if objective == "span" else "makespan", time_limit=time_limit, seed=seed)
+    with _working("comparing") as tell:
+        rows = run(problem, options, lambda now: tell(_progress_text(now)))
+    if as_json:
+        budgets = [device.memory_bytes for device in problem.devices]
+        _print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
+        return
+    table = report.plain_table("schedule", "makespan ms", "bubble", "fullest device", "offloaded", "usable")
+    table.columns[-1].justify = "left"
+    for row in rows:
+        table.add_row(row.name, *report.figures(problem, row.measured), row.why_not or "yes")
+    _console().print(table)
+
+
 @command("optpipe check plan.json --jitter 100")
 @click.argument("plan_file", metavar="PLAN", type=click.Path())
 @click.option(
@@ -280,9 +315,10 @@ def show(
     "--schedule", "plan_file", type=click.Path(), required=True, metavar="PLAN", help="The plan to train under."
 )
 @click.option("--config", type=click.Path(), help="A config whose training part goes before the plan's.")
-@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps.  [default: the config's]")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps in all.  [default: the config's]")
+@click.option("--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder.")
 @json_option
-def train(plan_file: str, config: str | None, steps: int | None, as_json: bool) -> None:
+def train(plan_file: str, config: str | None, steps: int | None, resume: str | None, as_json: bool) -> None:
     """Train the model of a plan under its schedule.
 
     Alone it starts one local process a device; under torchrun it joins the processes that are there.
@@ -306,7 +342,7 @@ def train(plan_file: str, config: str | None, steps: int | None, as_json: bool) 
     if launch.is_chief() and not as_json:
         for line in report.facts(plan):
             click.echo(line)
-    summary = run(plan, settings, steps=steps, on_step=tell, file=plan_file)
+    summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, file=plan_file)
     if not launch.is_chief():
         return
     if as_json:

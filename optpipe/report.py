@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optpipe import metrics, semantics
 from optpipe.plan import Plan
+from optpipe.problem import Problem
 from optpipe.profile import Profile, Timing
 
 #: A table of devices is cut to the fullest ones beyond this many.
@@ -71,6 +72,28 @@ def device_table(plan: Plan) -> Table:
     if problem.num_devices > MOST_DEVICES:
         table.caption = Text(f"the {MOST_DEVICES} fullest of {problem.num_devices} devices")
     return table
+
+
+def figures(problem: Problem, measured: metrics.Metrics | None) -> tuple[str, str, str, str]:
+    """Makespan, bubble, peak of the device that is filled most (of its budget, if it has one), and offloaded bytes, as
+    cells of a table; empty where nothing was measured."""
+    if measured is None:
+        return ("", "", "", "")
+
+    def filled(number: int) -> float:
+        budget = problem.devices[number].memory_bytes
+        return measured.peak_bytes[number] / budget if budget else float(measured.peak_bytes[number] > 0)
+
+    number = max(range(problem.num_devices), key=lambda d: (filled(d), measured.peak_bytes[d]))
+    budget = problem.devices[number].memory_bytes
+    peak = f"{number}: {size_text(measured.peak_bytes[number])}" + (f" of {size_text(budget)}" if budget else "")
+    offloaded = sum(measured.offloaded_bytes)
+    return (
+        f"{measured.makespan_ms:,.6g}",
+        f"{measured.bubble_ratio:.2%}",
+        peak,
+        size_text(offloaded) if offloaded else "-",
+    )
 
 
 def profile_table(profile: Profile) -> Table:
