@@ -62,7 +62,8 @@ def solve_milp(
     try:
         program = formulate(problem, options, upper=value, lower=lower_bound)
     except Contradiction:
-        return None, value, {"status": "nothing shorter"}
+        # Nothing that the program knows is as short as the start; what it leaves out may be, so nothing is proven.
+        return None, None, {"status": "nothing shorter"}
 
     def improved(_: float, __: float, ___: float, x: Floats) -> None:
         if on_improvement is not None and (ops := schedule(program, x)) is not None:
