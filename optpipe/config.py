@@ -210,15 +210,24 @@ class OptimizerConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for the
-    trained weights; ``metrics``: a file, one JSON object a step."""
+    """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for
+    weights and optimiser state, written at the end and every ``checkpoint_every`` steps; ``resume``: such a folder to
+    go on from; ``metrics``: a file, one JSON object a step."""
 
     steps: Count = 50
     seed: Seed = 0
     log_every: Count = 1
     validate_every: Count | None = None
     checkpoint: str | None = None
+    checkpoint_every: Count | None = None
+    resume: str | None = None
     metrics: str | None = None
+
+    @model_validator(mode="after")
+    def _checkpoints_have_a_place(self) -> Self:
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise _wrong("train.checkpoint_every", "needs a folder, expected train.checkpoint beside it")
+        return self
 
 
 class MeasureConfig(_Section):

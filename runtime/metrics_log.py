@@ -104,14 +104,24 @@ class Summary:
 
 
 class MetricsLog:
-    """A file of JSON lines, one a step, flushed as they come. Without a path it does nothing."""
+    """A file of JSON lines, one a step, flushed as they come. Without a path it does nothing.
 
-    def __init__(self, path: str | Path | None) -> None:
+    Parameters
+    ----------
+    path
+        The file. It is begun anew, but for the records of the steps before.
+    steps
+        How many steps have been done before: their records stay.
+    """
+
+    def __init__(self, path: str | Path | None, steps: int = 0) -> None:
         self._stream: IO[str] | None = None
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._stream = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed on exit)
+                kept = _end_of(Path(path), steps)
+                self._stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed on exit)
+                self._stream.truncate(kept)
             except OSError as error:
                 raise InputError(path, "", f"cannot be written: {error.strerror or error}") from None
 
@@ -126,3 +136,17 @@ class MetricsLog:
     def __exit__(self, *error: object) -> None:
         if self._stream is not None:
             self._stream.close()
+
+
+def _end_of(path: Path, steps: int) -> int:
+    """Where the records of the first steps end in the file, in bytes."""
+    end = 0
+    if steps and path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] > steps:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break  # cut off, or none of ours
+            end += len(line)
+    return end

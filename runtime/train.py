@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import zlib
@@ -35,6 +36,7 @@ def train(
     config: Config | None = None,
     *,
     steps: int | None = None,
+    resume: str | Path | None = None,
     on_step: Callable[[Step], None] | None = None,
     file: str | Path = "",
 ) -> Summary:
@@ -46,8 +48,8 @@ def train(
         A valid plan. Without ``config`` it must carry its training part, as plans made from a profile do.
     config
         Its sections go before those that the plan carries; its pipeline and microbatches must be the plan's.
-    steps
-        Goes before the config's ``train.steps``.
+    steps, resume
+        Go before the config's ``train.steps`` and ``train.resume``.
     on_step
         Called after every ``train.log_every``-th step, in the launching process (under torchrun: on rank 0).
     file
@@ -66,18 +68,21 @@ def train(
         A rank failed: the first cause.
     """
     settings = settings_of(plan, config, file)
-    if steps is not None:
-        settings = settings.model_copy(update={"train": settings.train.model_copy(update={"steps": steps})})
+    given = {"steps": steps, "resume": None if resume is None else str(resume)}
+    changes = {key: value for key, value in given.items() if value is not None}
+    settings = settings.model_copy(update={"train": settings.train.model_copy(update=changes)})
     if violations := verify_plan(plan):
         raise InputError(file, "", f"is not a valid plan: {violations[0]}")
     ranks = plan.problem.num_devices
     device = launch.resolve_device(settings.device, ranks, settings.file)
     _check_text(settings)
+    _check_place(settings.train.checkpoint)
+    first = _check_resume(settings)
     every, total = settings.train.log_every, settings.train.steps
 
     def hear(message: dict[str, Any]) -> None:
         step = Step(**message)
-        if on_step is not None and (step.step % every == 0 or step.step in (1, total)):
+        if on_step is not None and (step.step % every == 0 or step.step in (first + 1, total)):
             on_step(step)
 
     arguments = {"plan": plan.to_json(), "config": settings.to_json(), "file": str(settings.file)}
@@ -89,6 +94,34 @@ def _check_text(settings: Config) -> None:
     data.Corpus.load(settings.data, settings.gpt.context, settings.file)
     if settings.train.validate_every is not None and not settings.data.validation_fraction:
         raise InputError(settings.file, "train.validate_every", "needs held-out text, expected a validation_fraction")
+
+
+def _check_place(folder: str | None) -> None:
+    """Make the folder of the checkpoints now: that it cannot be written to is to be known before the first step."""
+    if folder is not None and launch.is_chief():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(folder, "", f"cannot be written: {error.strerror or error}") from None
+        if not os.access(folder, os.W_OK):
+            raise InputError(folder, "", "cannot be written: permission denied")
+
+
+def _check_resume(settings: Config) -> int:
+    """The step that a run goes on from; what does not fit is one line, before any rank starts."""
+    if settings.train.resume is None:
+        return 0
+    path, facts = checkpoint.find(settings.train.resume)
+    sizes, now = facts.get("training", {}).get("model", {}), settings.gpt.model_dump()
+    for key in sorted(sizes.keys() & now.keys() - {"dropout"}):
+        if sizes[key] != now[key]:
+            raise InputError(path, "", f"is of a model whose {key} is {sizes[key]}, but the config's is {now[key]}")
+    step = int(facts["step"])
+    if step >= settings.train.steps:
+        raise InputError(
+            settings.file, "train.steps", f"is {settings.train.steps}, but {path} is at step {step} already"
+        )
+    return step
 
 
 def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "") -> Config:
@@ -127,13 +160,15 @@ def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: s
     """The training loop of one rank; the fields of the summary, the same on every rank."""
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
     run = _Run(rank, settings, schedule)
-    with run.executor, MetricsLog(settings.train.metrics if rank.rank == 0 else None) as log:
-        for number in range(settings.train.steps):
+    every, total = settings.train.checkpoint_every, settings.train.steps
+    with run.executor, MetricsLog(settings.train.metrics if rank.rank == 0 else None, run.first) as log:
+        for number in range(run.first, total):
             step = run.step(number)
             if rank.rank == 0:
                 log.write(step.to_json())
                 rank.send(step.to_json())
-        run.save()
+            if step.step == total or (every is not None and step.step % every == 0):
+                run.save(step.step)
     return vars(run.summary())
 
 
@@ -154,6 +189,9 @@ class _Run:
             seed=config.train.seed,
         )
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
+        self.first = 0
+        if config.train.resume is not None:
+            self.first = checkpoint.restore(config.train.resume, self.stages, self.optimizer)["step"]
         self.shape = data.batch_shape(config)
         self.text = data.Corpus.load(config.data, config.gpt.context, config.file)
         self.is_first, self.is_last = 0 in self.stages, config.pipeline.num_stages - 1 in self.stages
@@ -176,11 +214,11 @@ class _Run:
         self.records.append(record)
         return record
 
-    def save(self) -> None:
-        """Write the checkpoint that the config asks for."""
+    def save(self, step: int) -> None:
+        """Write a checkpoint after a step, where the config asks for it."""
         if self.config.train.checkpoint is not None:
-            facts = {"step": self.config.train.steps, "training": self.config.training()}
-            checkpoint.save(self.config.train.checkpoint, self.stages, facts)
+            facts = {"step": step, "training": self.config.training()}
+            checkpoint.save(self.config.train.checkpoint, self.stages, facts, self.optimizer)
 
     def _validation_loss(self) -> float:
         """The mean over a few batches, the same ones every time."""

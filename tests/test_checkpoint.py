@@ -32,10 +32,83 @@ def test_what_was_saved_comes_back_by_layer(tmp_path: Path) -> None:
 
 
 def test_a_new_one_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    for step in (1, 2):
+    for step in (5, 2, 2):  # a lower step: of a run that began anew
         checkpoint.save(tmp_path / "run", {0: stage(0, step)}, {"step": step})
-    assert checkpoint.load(tmp_path / "run")[1]["step"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        path, facts = checkpoint.find(tmp_path / "run")
+        assert facts["step"] == step
+        assert [path] == list((tmp_path / "run").iterdir())
+        assert sorted(file.name for file in path.iterdir()) == ["checkpoint.json", "stage-0.pt"]
+        assert checkpoint.find(path) == (path, facts), "a checkpoint itself may be named too"
+
+
+@pytest.mark.parametrize("killed_at", ["rmtree", "rename", "write_json"])
+def test_a_save_that_is_killed_at_any_point_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1})
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        owner = {"rmtree": checkpoint.shutil, "rename": Path, "write_json": checkpoint.files}[killed_at]
+        patch.setattr(owner, killed_at, die)
+        checkpoint.save(tmp_path, {0: stage(0, 2)}, {"step": 2})
+    state, facts = checkpoint.load(tmp_path)
+    assert facts["step"] == (2 if killed_at == "rmtree" else 1)
+    assert torch.equal(state["0.weight"], stage(0, facts["step"]).state_dict()["0.weight"])
+    checkpoint.save(tmp_path, {0: stage(0, 3)}, {"step": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_weights_and_optimiser_come_back_under_another_cut(tmp_path: Path) -> None:
+    def optimiser(stages: dict[int, nn.Sequential]) -> torch.optim.AdamW:
+        return torch.optim.AdamW([p for module in stages.values() for p in module.parameters()], lr=0.1)
+
+    def step(stages: dict[int, nn.Sequential], adamw: torch.optim.AdamW) -> None:
+        x = torch.ones(1, 2)
+        for number in sorted(stages):
+            x = stages[number](x)
+        x.square().sum().backward()
+        adamw.step()
+        adamw.zero_grad()
+
+    stages = {0: stage(0, 1), 1: stage(2, 2)}
+    adamw = optimiser(stages)
+    step(stages, adamw)
+    checkpoint.save(tmp_path, stages, {"step": 1}, adamw)
+    whole = {0: nn.Sequential()}
+    for first in (0, 2):
+        for name, layer in stage(first, 9).named_children():
+            whole[0].add_module(name, layer)
+    again = optimiser(whole)
+    assert checkpoint.restore(tmp_path, whole, again)["step"] == 1
+    for _ in range(2):
+        step(stages, adamw)
+        step(whole, again)
+    expected = {name: value for module in stages.values() for name, value in module.state_dict().items()}
+    assert expected.keys() == whole[0].state_dict().keys()
+    assert all(torch.equal(value, expected[name]) for name, value in whole[0].state_dict().items())
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1})
+    with pytest.raises(InputError, match=r"2\.bias: is missing: it is of another model"):
+        checkpoint.restore(tmp_path, {0: stage(0, 1), 1: stage(2, 1)})
+    other = nn.Sequential()
+    other.add_module("0", nn.Linear(3, 2))
+    with pytest.raises(InputError, match=r"0\.weight: has shape \(2, 2\), expected \(2, 3\)"):
+        checkpoint.restore(tmp_path, {0: other})
+    file = checkpoint.find(tmp_path)[0] / "stage-0.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
+        checkpoint.load(tmp_path)
+    torch.save({"model": print}, file)
+    with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
+        checkpoint.load(tmp_path)
 
 
 def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +124,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match=r"holds no checkpoint, expected a folder that train\.checkpoint wrote"):
         checkpoint.load(tmp_path)
     (tmp_path / "checkpoint.json").write_text('{"format": "other"}')
     with pytest.raises(InputError, match="format: expected 'optpipe-checkpoint', version 1"):

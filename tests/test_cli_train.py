@@ -74,6 +74,11 @@ def test_train_logs_steps_and_ends_with_planned_beside_measured(run, plan_file, 
     assert (folder / "weights").is_dir()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
 
+    result = run("train", "--schedule", plan_file, "--steps", "4", "--resume", "weights")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("step ")][:1] == ["4/4"]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+
 
 def test_train_for_machines(run, plan_file, folder):
     (folder / "quick.yaml").write_text(CONFIG.replace("checkpoint: weights, metrics: metrics.jsonl", "seed: 1"))

@@ -125,17 +125,47 @@ def test_a_run_above_its_plans_bytes_is_seen() -> None:
 
 
 def test_a_rank_that_is_killed_is_the_cause() -> None:
-    def kill(step: Step) -> None:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for pid in children:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if step.step == 2 and b"runtime.worker" in arguments and pid == children[-1]:
-                os.kill(int(pid), signal.SIGKILL)
-
     config = config_of("line", train={"steps": 10_000})
     with pytest.raises(RunFailed) as caught:
-        train(plan_of(config), on_step=kill)
+        train(plan_of(config), on_step=lambda step: kill_last_rank() if step.step == 2 else None)
     assert str(caught.value) == "rank 1 was killed by SIGKILL (out of memory?)"
+
+
+def test_a_killed_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    """From the last checkpoint, cut into other stages, with the numbers of one process that was never stopped."""
+    weights, log = tmp_path / "weights", tmp_path / "metrics.jsonl"
+    files = {"checkpoint": str(weights), "checkpoint_every": 2, "metrics": str(log)}
+    first = config_of("line", train={**SETTINGS["train"], **files})
+    with pytest.raises(RunFailed, match="SIGKILL"):
+        train(plan_of(first), on_step=lambda step: kill_last_rank() if step.step == 3 else None)
+    reached = checkpoint.find(weights)[1]["step"]
+    assert reached in (2, 4)
+
+    second = config_of("v", train={**SETTINGS["train"], **files, "resume": str(weights)})
+    heard: list[Step] = []
+    summary = train(plan_of(second, split=False), on_step=heard.append)
+    losses, norms, parameters, _ = one_process(second)
+    assert [step.step for step in heard] == list(range(reached + 1, STEPS + 1))
+    # float32, summed in another order, and clipped.
+    assert [step.loss for step in heard] == pytest.approx(losses[reached:], rel=1e-5)
+    assert [step.grad_norm for step in heard] == pytest.approx(norms[reached:], rel=1e-5)
+    state, facts = checkpoint.load(weights)
+    assert facts["step"] == STEPS and summary.steps == STEPS - reached
+    for name, value in parameters.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, STEPS + 1))
+
+    with pytest.raises(InputError, match=r"^train.steps: is 5, but .* is at step 5 already"):
+        train(plan_of(second))
+    wider = config_of("line", model={**SETTINGS["model"], "width": 48})
+    with pytest.raises(InputError, match="is of a model whose width is 32, but the config's is 48"):
+        train(plan_of(wider), resume=weights)
+
+
+def kill_last_rank() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    ranks = [pid for pid in children if b"runtime.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(ranks[-1]), signal.SIGKILL)
 
 
 def test_only_every_nth_step_is_told_and_the_ends() -> None:
