@@ -114,15 +114,15 @@ def _given(view: View, T: float) -> float:
     given = view.budget * max(0.0, T - view.head)
     if len(view.stages) > 1:
         return given
+    # What follows grows with T no faster than budget * T does, so more time never allows less.
     a, f, b, c, w = view.activation[0], view.forward[0], view.input[0], view.context[0], view.weight[0]
     tail = view.tail[0]
     before = T - view.head - tail
-    ramp_up = sum(max(0, view.budget - i * a) for i in range(1, min(view.m, view.budget // a if a else 0) + 1)) * f
+    steps = min(view.m, view.budget // a if a else 0)
+    ramp_up = sum((view.budget - i * a) * min(f, max(0.0, before - (i - 1) * f)) for i in range(1, steps + 1))
     pending = c / w if w > 0 else (math.inf if c else 0.0)
     after = _loss(view.budget, c, pending, tail)
     ramp_down = _loss(view.budget, a + c + pending * tail, (a / b if b > 0 else math.inf) + pending, before)
-    if before < view.turn[0]:
-        return given
     return given - max(ramp_up, ramp_down, 0.0) - after
 
 
