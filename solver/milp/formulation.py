@@ -134,16 +134,7 @@ class Formulation:
     @property
     def excludes(self) -> str:
         """What schedules of the problem the program leaves out; empty if none that could be shorter."""
-        problem = self.problem
-        held = [s for d, held in enumerate(problem.stages_of) if _tight(problem, d) for s in held]
-        if any(problem.can_offload(s) for s in held):
-            return "offloaded microbatches that others overtake, and transfers of a part"
-        if any(problem.stages[s].checkpoint_bytes is not None for s in held):
-            return "recomputation"
-        if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages):
-            # W's ascend here, fused ones too; where some backwards are fused, exchanging W's may lengthen a schedule.
-            return "a W that a later fused backward overtakes" if self.options.fuse else "fused backwards"
-        return ""
+        return excluded(self.problem, self.options)
 
     def vector(self, found: Incumbent) -> Floats:
         """A schedule as a vector of columns: starts, decisions, all bits and the objective."""
@@ -165,6 +156,30 @@ def _add_memory(model: Model, device: DeviceOrder, held: memory.DeviceMemory, op
     reload_memory.add_reload_rows(model, device, held, away)
     if options.load:
         transfer_cuts.add_transfer_loads(model, device, held, away)
+
+
+def excluded(problem: Problem, options: Options) -> str:
+    """What schedules a program that is not relaxed leaves out; empty if none that could be better."""
+    held = [s for d, held in enumerate(problem.stages_of) if _tight(problem, d) for s in held]
+    if any(problem.can_offload(s) for s in held):
+        return "offloaded microbatches that others overtake, and transfers of a part"
+    if any(problem.stages[s].checkpoint_bytes is not None for s in held):
+        return "recomputation"
+    if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages) and not options.fuse:
+        return "fused backwards"
+    return ""
+
+
+def estimated_bits(problem: Problem) -> int:
+    """About how many order bits the program of a problem has, before windows decide some."""
+    m = problem.num_microbatches
+    offloaded = op_table(problem, offload=True, fuse=False).offloaded
+    bits = 0
+    for held in problem.stages_of:
+        moved = sum(s in offloaded for s in held)
+        # Half of all pairs of compute sequences; F, B, W and O against every R, O against every F.
+        bits += m * m * (3 * len(held) * (3 * len(held) - 1) // 2 + 5 * len(held) * moved) // 2
+    return bits
 
 
 def time_unit(problem: Problem, table: OpTable, upper: float) -> float:
