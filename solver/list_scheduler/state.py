@@ -27,8 +27,8 @@ class State(NamedTuple):
         (S m): where the activations are.
     f_ready, b_ready
         (S m): when the input of F or the gradient for B arrives; infinite as long as nobody knows.
-    f_count, b_count, b_done, w_next, o_next
-        (S): F's and B's started, B's ended, next W, no microbatch before this one is to be offloaded any more.
+    f_count, b_count, b_done, w_next
+        (S): F's and B's started, B's ended, next W.
     busy, channel_busy
         (D), (C): free from this time on.
     level, floor
@@ -54,7 +54,6 @@ class State(NamedTuple):
     b_count: Any
     b_done: Any
     w_next: Any
-    o_next: Any
     busy: Any
     channel_busy: Any
     level: Any
@@ -67,7 +66,7 @@ class State(NamedTuple):
 def fresh(tab: Tables) -> State:
     """Nothing has started; the inputs of stage 0 are there. Columns as of ``compiled.column``."""
     n, S, D = tab.S * tab.m, tab.S, tab.D
-    counts = {"phase": n, "f_count": S, "b_count": S, "b_done": S, "w_next": S, "o_next": S, "level": D, "floor": D}
+    counts = {"phase": n, "f_count": S, "b_count": S, "b_done": S, "w_next": S, "level": D, "floor": D}
     columns = {name: column([0] * count, int) for name, count in counts.items()}
     columns |= {name: column([-1.0] * n, float) for name in State._fields if name.endswith("_start")}
     return State(

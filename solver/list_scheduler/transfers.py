@@ -112,7 +112,7 @@ def _next_offload(tab: Tables, rule: Steering, run: State, d: int) -> tuple[floa
         if rule.newest_first:
             order = range(run.f_count[s] - 1, max(done, run.f_count[s] - _NEWEST) - 1, -1)
         else:
-            order = range(max(done, run.o_next[s]), run.f_count[s])
+            order = range(done, run.f_count[s])
         for j in order:
             k = base + j
             if run.phase[k] == RESIDENT and run.r_start[k] < 0:

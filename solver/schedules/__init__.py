@@ -1,6 +1,7 @@
 """Known schedules: one generator a module, each takes a problem and gives ops, or says why it does not apply.
 
-A generator does not ask whether its schedule fits the memory: comparing says by how much it does not.
+Most do not ask whether their schedule fits the memory: comparing says by how much it does not. Those that adapt to the
+memory (zero bubble, PipeOffload) say so where there is not enough for any of their variants.
 """
 
 from __future__ import annotations
