@@ -14,6 +14,7 @@ from solver.bounds import lower_bound
 from solver.feasibility import smallest_budgets
 from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit
 from solver.schedules.orders import Step, in_order
+from solver.schedules.timeline import Timeline, earliest_gap, latest_gap
 from tests.random_schedules import random_problem
 
 SEEDS = st.integers(0, 2**32)
@@ -144,6 +145,52 @@ def test_schedules_on_a_v() -> None:
         SCHEDULES["zb-v"](v_pipeline(8, 24, budget=4))
     with pytest.raises(DoesNotApply, match="V placement"):
         SCHEDULES["zb-v"](pipeline(4, 8))
+
+
+def test_pipe_offload_moves_whole_chunks_and_hides_it() -> None:
+    """Fast links: half the memory of the interleaved schedule, no longer; the first chunk leaves, the last one stays."""
+    stage = {
+        "forward_ms": 1.0,
+        "backward_ms": 1.0,
+        "weight_ms": 1.0,
+        "activation_bytes": 10,
+        "weight_context_bytes": 10,
+    }
+    transfers = {"offloadable_bytes": 10, "offload_ms": 0.3, "reload_ms": 0.3}
+    both = ("d2h", "h2d")
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 16,
+            "devices": [{"memory_bytes": 40}] * 4,
+            "stages": [{**stage, **transfers, "device": s % 4} for s in range(8)],
+            "comm_ms": [0.0] * 7,
+            "channels": [
+                {"name": f"{d}", "transfers": [{"device": d, "direction": x} for x in both]} for d in range(4)
+            ],
+        }
+    )
+    ops = SCHEDULES["pipe-offload"](problem)
+    assert verify(problem, ops) == []
+    free = problem.with_budgets([None] * 4)
+    assert max(memory.peaks(free, SCHEDULES["zb-interleaved"](free))) >= 80
+    assert semantics.makespan(ops) <= 1.1 * semantics.makespan(SCHEDULES["zb-interleaved"](free))
+    moved = set(ops.stage[ops.kind == Kind.O].tolist())
+    assert moved and moved <= set(range(8)) and set(range(4)) <= moved
+    with pytest.raises(DoesNotApply, match="something to offload"):
+        SCHEDULES["pipe-offload"](problem.changed(channels=[]))
+
+
+def test_gaps_of_a_channel() -> None:
+    lane, other = Timeline(), Timeline()
+    lane.take(2.0, 4.0)
+    other.take(5.0, 6.0)
+    assert earliest_gap([lane], 0.0, 2.0) == 0.0
+    assert earliest_gap([lane], 1.0, 2.0) == 4.0
+    assert earliest_gap([lane, other], 1.0, 2.0) == 6.0
+    assert latest_gap([lane, other], 6.0, 1.0) == 4.0
+    assert latest_gap([lane], 5.0, 2.0) == 0.0
+    lane.give_back(2.0, 4.0)
+    assert earliest_gap([lane], 1.0, 2.0) == 1.0
 
 
 def test_zero_bubble_has_no_bubble_left_with_room_for_two_pipelines() -> None:

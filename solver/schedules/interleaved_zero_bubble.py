@@ -52,28 +52,29 @@ def variants(problem: Problem, budgets: list[int], work: int) -> Iterator[Ops]:
         raise DoesNotApply("needs several stages a device")
     cost = 6 * problem.num_stages * problem.num_microbatches
     some = False
-    for group in _group_sizes(D):
+    for group in group_sizes(D):
         for extra in range(_EXTRA + 1):
             for lazy in (True, False):
                 if some and work <= 0:
                     return
                 work -= cost
                 try:
-                    orders = with_weights(problem, _orders(problem, chunks, group, extra), budgets, lazy=lazy)
+                    orders = with_weights(problem, orders_of(problem, chunks, group, extra), budgets, lazy=lazy)
                 except DoesNotFit:
                     break
                 some = True
                 yield in_order(problem, orders)
 
 
-def _group_sizes(D: int) -> list[int]:
+def group_sizes(D: int) -> list[int]:
+    """As many as there are devices, half of that, and so on."""
     sizes = [D]
     while sizes[-1] > 1:
         sizes.append((sizes[-1] + 1) // 2)
     return sizes
 
 
-def _orders(problem: Problem, chunks: int, group: int, extra: int) -> list[list[Step]]:
+def orders_of(problem: Problem, chunks: int, group: int, extra: int) -> list[list[Step]]:
     """Per device the order of its F's and B's."""
     D, m = problem.num_devices, problem.num_microbatches
     groups = [range(j, min(j + group, m)) for j in range(0, m, group)]

@@ -18,7 +18,12 @@ from solver.schedules.orders import Step, duration
 
 
 def with_weights(
-    problem: Problem, orders: Sequence[Sequence[Step]], budgets: Sequence[int], *, lazy: bool
+    problem: Problem,
+    orders: Sequence[Sequence[Step]],
+    budgets: Sequence[int],
+    *,
+    lazy: bool,
+    most_pending: int | None = None,
 ) -> list[list[Step]]:
     """Per device its order with W's in it.
 
@@ -32,13 +37,15 @@ def with_weights(
         Per device, bytes that must not be exceeded.
     lazy
         Wait rather than run a W that does not fit, as long as no device becomes the idlest by it.
+    most_pending
+        Run a W at once where more than so many wait; None: only for the reasons above.
 
     Raises
     ------
     DoesNotFit
         The order needs more memory even if every W runs at once.
     """
-    filling = _Filling(problem, orders, budgets, lazy)
+    filling = _Filling(problem, orders, budgets, lazy, most_pending)
     heap = [(0.0, d) for d in range(len(orders))]
     while heap:
         now, d = heapq.heappop(heap)
@@ -52,8 +59,16 @@ def with_weights(
 
 
 class _Filling:
-    def __init__(self, problem: Problem, orders: Sequence[Sequence[Step]], budgets: Sequence[int], lazy: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        orders: Sequence[Sequence[Step]],
+        budgets: Sequence[int],
+        lazy: bool,
+        most_pending: int | None,
+    ) -> None:
         self.problem, self.orders, self.budgets, self.lazy = problem, orders, budgets, lazy
+        self.most_pending = most_pending
         D = len(orders)
         self.at, self.clock, self.idle, self.held = [0] * D, [0.0] * D, [0.0] * D, [0] * D
         self.idlest = 0.0
@@ -67,6 +82,8 @@ class _Filling:
 
     def decide(self, d: int, now: float) -> list[tuple[float, int]]:
         """Start the next op of device d or let it sleep; whom to ask when."""
+        if self.most_pending is not None and len(self.pending[d]) > self.most_pending:
+            return self._run(d, self.pending[d][0], now)
         step = self.orders[d][self.at[d]] if self.at[d] < len(self.orders[d]) else None
         arrival = float("inf") if step is None else self._arrival(step)
         if step is not None and arrival == float("inf"):
