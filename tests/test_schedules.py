@@ -148,7 +148,7 @@ def test_schedules_on_a_v() -> None:
 
 
 def test_pipe_offload_moves_whole_chunks_and_hides_it() -> None:
-    """Fast links: half the memory of the interleaved schedule, no longer; the first chunk leaves, the last one stays."""
+    """Fast links: half the memory of the interleaved schedule in about its time; the first chunk leaves."""
     stage = {
         "forward_ms": 1.0,
         "backward_ms": 1.0,
