@@ -260,7 +260,7 @@ def check(plan_file: str, jitter: int, seed: int, as_json: bool) -> None:
 
 @command("optpipe show plan.json --device 0 --from 0 --to 50")
 @click.argument("plan_file", metavar="PLAN", type=click.Path())
-@click.option("--width", type=click.IntRange(min=20), help="Columns.  [default: those of the terminal]")
+@click.option("--width", type=click.IntRange(min=20, max=10_000), help="Columns.  [default: those of the terminal]")
 @click.option("--device", "devices", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
 @click.option("--stage", "stages", type=click.IntRange(min=0), multiple=True, help="Only this one; may be repeated.")
 @click.option("--from", "start", type=Number(), metavar="MS", help="From this time on, in ms.")

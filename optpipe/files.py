@@ -71,6 +71,8 @@ def read_json(path: str | Path) -> Any:
         raise InputError(path, f"line {error.lineno}", f"is not JSON: {error.msg}") from None
     except RecursionError:
         raise InputError(path, "", "is not usable JSON: nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise InputError(path, "", f"is not usable JSON: {str(error).split(':')[0]}") from None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -12,9 +12,11 @@ import numpy as np
 from optpipe import files, semantics
 from optpipe.errors import InputError
 from optpipe.ops import Kind, Ops
-from optpipe.problem import Problem
+from optpipe.problem import LONGEST_MS, Problem
 
 FORMAT, VERSION = "optpipe-plan", 1
+#: No instant of a plan is further from 0 than this, ms.
+_LATEST_MS = 1000 * LONGEST_MS
 _OP_KEYS = {"kind", "stage", "microbatch", "start", "end", "bytes"}
 
 
@@ -136,7 +138,7 @@ def _number(value: dict[str, Any], key: str, file: str | Path, *, optional: bool
     item = value.get(key)
     if item is None and optional:
         return None
-    if isinstance(item, bool) or not isinstance(item, int | float) or not 0 <= item < float("inf"):
+    if isinstance(item, bool) or not isinstance(item, int | float) or not 0 <= item <= _LATEST_MS:
         raise InputError(file, key, f"expected a number of at least 0, not {item!r}")
     return float(item)
 
@@ -174,8 +176,12 @@ def _read_ops(value: Any, problem: Problem, file: str | Path) -> Ops:
             and 0 <= stage < stages
             and type(microbatch) is int
             and 0 <= microbatch < microbatches
-            and type(start) in (int, float)
-            and type(end) in (int, float)
+            and isinstance(start, int | float)
+            and isinstance(end, int | float)
+            and not isinstance(start, bool)
+            and not isinstance(end, bool)
+            and -_LATEST_MS <= start <= _LATEST_MS
+            and -_LATEST_MS <= end <= _LATEST_MS
             and (moved is None or (type(moved) is int and 0 <= moved < 2**62))
         )
         if not good:
@@ -185,9 +191,6 @@ def _read_ops(value: Any, problem: Problem, file: str | Path) -> Ops:
             extra[index] = {key: item for key, item in op.items() if key not in _OP_KEYS}
     kinds, op_stages, op_microbatches, starts, ends, sizes = zip(*rows, strict=True) if rows else ((),) * 6
     ops = Ops.columns(kinds, op_stages, op_microbatches, starts, ends, sizes, extra)
-    bad = np.flatnonzero(~(np.isfinite(ops.start) & np.isfinite(ops.end)))
-    if len(bad):
-        raise InputError(file, f"ops[{bad[0]}]", "start and end must be finite numbers")
     return ops
 
 
@@ -206,4 +209,6 @@ def _bad_op(
     for part in ("start", "end"):
         if type(op[part]) not in (int, float):
             return InputError(file, f"{key}.{part}", f"expected a number, not {op[part]!r:.40}")
+        if not -_LATEST_MS <= op[part] <= _LATEST_MS:
+            return InputError(file, f"{key}.{part}", f"expected at most {_LATEST_MS:g} ms, not {op[part]!r:.40}")
     return InputError(file, f"{key}.bytes", f"expected a whole number of bytes, not {op['bytes']!r:.40}")

@@ -12,7 +12,12 @@ from pydantic_core import PydanticCustomError
 from optpipe import files
 from optpipe.errors import InputError
 
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: More microbatches than any step has; what is larger is a slip, and would not fit into memory as a plan.
+MOST_MICROBATCHES = 100_000
+#: Thirty years in ms: beyond it sums of times lose their last digits.
+LONGEST_MS = 1e12
+
+Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=2**62)]
 Direction = Literal["d2h", "h2d"]
 
@@ -78,7 +83,7 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", ignored_types=(cached_property,))
     name: str = ""
-    num_microbatches: Annotated[int, Field(ge=1)]
+    num_microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
     devices: Annotated[tuple[Device, ...], Field(min_length=1)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     comm_ms: tuple[Milliseconds, ...]

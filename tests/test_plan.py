@@ -99,6 +99,11 @@ def put(value: Any, path: str, item: Any) -> None:
         ("ops/1/end", ..., "ops[1].end", "is missing"),
         ("ops/1/bytes", 1.5, "ops[1].bytes", "whole number of bytes"),
         ("makespan_ms", "3", "makespan_ms", "expected a number"),
+        ("makespan_ms", 10**400, "makespan_ms", "expected a number"),
+        ("ops/0/start", 10**400, "ops[0].start", "expected at most 1e+15 ms"),
+        ("ops/0/end", -1e300, "ops[0].end", "expected at most 1e+15 ms"),
+        ("problem/num_microbatches", 10**9, "problem.num_microbatches", "less than or equal to 100000"),
+        ("problem/stages/0/weight_ms", 1e308, "problem.stages[0].weight_ms", "less than or equal to"),
         ("lower_bound_ms", -1, "lower_bound_ms", "at least 0"),
         ("solver", [], "solver", "expected a mapping"),
         ("problem/num_microbatches", 0, "problem.num_microbatches", "greater than or equal to 1"),
@@ -133,7 +138,12 @@ def test_a_problem_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
-    for text, words in (("{", "is not JSON"), ('{"a": NaN}', "NaN is not JSON"), ("[" * 100000, "nested")):
+    for text, words in (
+        ("9" * 5000, "not usable JSON"),
+        ("{", "is not JSON"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ("[" * 100000, "nested"),
+    ):
         path = tmp_path / "x.json"
         path.write_text(text)
         with pytest.raises(InputError, match=words):
