@@ -18,6 +18,8 @@ from solver.milp.table import OpTable
 
 #: Of the upper bound: slack within which windows do not decide anything.
 SLACK = 1e-7
+#: Words of 64 bits that a product of boolean matrices works on at a time.
+_WORDS = 1 << 20
 
 
 class Contradiction(Exception):
@@ -78,14 +80,20 @@ class DevicePrecedence:
 
 
 def boolean_product(a: Bools, b: Bools) -> Bools:
-    """bool (n, k): whether some i has ``a[x, i]`` and ``b[i, y]``. (Packed bits: BLAS would spin up its threads.)"""
-    packed = np.packbits(b, axis=1)
-    out = np.zeros((a.shape[0], packed.shape[1]), np.uint8)
-    for i in range(a.shape[1]):
-        rows = np.flatnonzero(a[:, i])
-        if len(rows):
-            out[rows] |= packed[i]
-    return np.unpackbits(out, axis=1, count=b.shape[1]).astype(np.bool_)
+    """bool (n, k): whether some i has ``a[x, i]`` and ``b[i, y]``. (By words of bits: BLAS would wake its threads.)"""
+    width = b.shape[1]
+    bytes_ = np.packbits(b, axis=1)
+    words = np.zeros((len(b), -(-bytes_.shape[1] // 8) * 8), np.uint8)
+    words[:, : bytes_.shape[1]] = bytes_
+    packed = words.view(np.uint64)
+    out = np.zeros((len(a), packed.shape[1]), np.uint64)
+    step = max(1, _WORDS // max(1, packed.shape[1] * a.shape[1]))
+    for first in range(0, len(a), step):
+        x, i = np.nonzero(a[first : first + step])
+        if len(x):
+            heads = np.flatnonzero(np.concatenate([[True], x[1:] != x[:-1]]))
+            out[first + x[heads]] = np.bitwise_or.reduceat(packed[i], heads, axis=0)
+    return np.unpackbits(out.view(np.uint8), axis=1, count=width).astype(np.bool_)
 
 
 def by_structure(problem: Problem, table: OpTable, leaky: Sequence[bool]) -> list[DevicePrecedence]:
