@@ -45,13 +45,13 @@ def command(example: str) -> Callable[[Command], click.Command]:
 @click.version_option(__version__, message="optpipe %(version)s")
 @debug_option
 def main() -> None:
-    r"""Plan and run pipeline-parallel training.
+    """Plan and run pipeline-parallel training.
 
     \b
     optpipe profile config.yaml        measure the model
     optpipe solve config.yaml          find the best schedule within the memory
     optpipe train --schedule plan.json train under it
-    """
+    """  # noqa: D301 (click reads the backspace as: keep these lines apart)
 
 
 def _console(width: int = 200) -> Console:
@@ -78,6 +78,8 @@ def _check_output(path: str) -> None:
     target = Path(path)
     if target.is_dir():
         raise InputError(path, "", "cannot be written: it is a folder")
+    if target.exists() and not target.is_file():
+        raise InputError(path, "", "cannot be written: it is no regular file")
     if not os.access(target.parent, os.W_OK):
         raise InputError(path, "", f"cannot be written: no folder {target.parent} that can be written to")
 

@@ -190,12 +190,16 @@ def _model_in(annotation: Any) -> Any:
 def whole_file(path: str | Path) -> Iterator[IO[str]]:
     """Write a text file whole or not at all: a temporary file beside it, then a rename.
 
+    A link stays, the file that it names is written.
+
     Raises
     ------
     InputError
-        The folder does not exist or cannot be written to.
+        The folder does not exist or cannot be written to, or there is something there that is no file.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise InputError(path, "", "cannot be written: it is no regular file")
     try:
         handle, name = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
     except OSError as error:

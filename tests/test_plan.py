@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(InputError, match="cannot be written"):
         Plan.from_json(small(), "x").write(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_link_stays_and_a_pipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    plan = Plan.from_json(small(), "x")
+    plan.write(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert Plan.read(tmp_path / "real.json").makespan_ms == 3.0
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        plan.write(tmp_path / "pipe")
