@@ -36,7 +36,7 @@ class Policy:
     kept
         Offload what is in flight beyond the microbatches that fit less ``kept``; None: by ``share``.
     share
-        Offload this part of the microbatches, evenly spread, relative to what the return time calls for.
+        Offload this part of the microbatches, evenly spread, relative to what memory and the link call for.
     prefetch, reserve
         As in :class:`Rule`, for every stage.
     part
@@ -91,7 +91,7 @@ class Policy:
             backward_key=backward,
             weight_key=weight,
             reload_key=backward,
-            treatment=self._treatment(tab, flights),
+            treatment=self._treatment(tab, flights, period),
             fused=self._fused(tab),
             threshold=[max(1, _slots(tab, s) - (self.kept or 0)) for s in range(tab.S)],
             prefetch=[self.prefetch] * tab.S,
@@ -114,14 +114,14 @@ class Policy:
         cheaper = [f < b + w for f, b, w in zip(tab.fused, tab.backward, tab.weight, strict=True)]
         return [int(self.fuse and cheaper[s]) for s in range(tab.S) for _ in range(tab.m)]
 
-    def _treatment(self, tab: Tables, flights: list[float]) -> list[int]:
+    def _treatment(self, tab: Tables, flights: list[float], period: float) -> list[int]:
         must = _must_be_recomputed(tab)
         treatment: list[int] = []
         for s in range(tab.S):
             if s in must:
                 treatment += [RECOMPUTE] * tab.m
                 continue
-            row = self._offloads(tab, s, flights[s])
+            row = self._offloads(tab, s, flights[s] * period, period)
             d = tab.device[s]
             tight = tab.whole[d] > tab.budget[d] and tab.dropped[s] < tab.movable[s]  # an offload frees more
             if self.recompute > 0 and tab.dropped[s] and not tight:
@@ -130,13 +130,17 @@ class Policy:
             treatment += row
         return treatment
 
-    def _offloads(self, tab: Tables, s: int, flight: float) -> list[int]:
+    def _offloads(self, tab: Tables, s: int, wait: float, period: float) -> list[int]:
         if not tab.movable[s]:
             return [KEEP] * tab.m
         if self.kept is not None:
             return [ON_DEMAND] * tab.m
-        part = min(1.0, self.share * max(0.0, 1.0 - _slots(tab, s) / max(flight, 1e-9)))
-        return spread(tab.m, part)
+        # With n of m offloaded, slots are held for (m - n) wait + n (the time that an offloaded one is there).
+        there = tab.forward[s] + tab.offload[s] + tab.reload[s] + tab.backward[s]
+        if wait <= there:
+            return [KEEP] * tab.m
+        part = (wait - _slots(tab, s) * period) / (wait - there)
+        return spread(tab.m, min(1.0, self.share * max(0.0, part)))
 
 
 def _must_be_recomputed(tab: Tables) -> set[int]:

@@ -9,7 +9,7 @@ from solver.annealing import anneal
 from solver.incumbent import Incumbent
 from solver.policy import Policy
 from solver.search.around import search_around
-from solver.search.rules import POOL, search_rules
+from solver.search.rules import best_of, search_rules
 from solver.search.stages import search_stages
 from solver.search.windows import search_windows
 
@@ -44,11 +44,9 @@ class Portfolio:
         runs = max(4, min(_RUNS, _PLACED // ops)) * 2**self.rounds
         end = incumbent.seconds + seconds
         found = search_rules(incumbent, rng, runs=runs, seconds=0.3 * seconds)
-        self.pool = sorted(
-            [*self.pool, *((value, self.rounds, policy) for value, _, policy in found)], key=lambda entry: entry[:2]
-        )[:POOL]
+        self.pool = best_of([*self.pool, *((value, self.rounds, policy) for value, _, policy in found)])
         if self.pool:
-            parents = [self.pool[0][2], *(entry[2] for entry in rng.sample(self.pool, min(_PARENTS, len(self.pool))))]
+            parents = self._parents()
             search_stages(incumbent, rng, parents, runs=2 * runs, seconds=0.5 * (end - incumbent.seconds))
         if (orders := self._orders_alone()) is not None:
             better = anneal(
@@ -67,6 +65,13 @@ class Portfolio:
         around = 2 * min(runs, _PLACED * 2**self.rounds // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
         self.rounds += 1
+
+    def _parents(self) -> list[Policy]:
+        """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
+        best = self.pool[0][2]
+        other = [policy for _, _, policy in self.pool if (policy.kept is None) != (best.kept is None)][:1]
+        some = self.rng.sample(self.pool, min(_PARENTS - 1, len(self.pool)))
+        return [best, *other, *(entry[2] for entry in some)]
 
     def _orders_alone(self) -> Ops | None:
         """The best schedule, if annealing of orders can improve it and does so in a round's time."""

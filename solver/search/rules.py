@@ -17,7 +17,7 @@ from solver.policy import Policy, draw
 from solver.search.score import score
 from solver.tables import paths, tables
 
-#: Policies kept as parents.
+#: Policies of a kind kept as parents.
 POOL = 12
 #: Ops of the sibling on which policies are compared.
 _SIBLING_OPS = 6000
@@ -65,10 +65,18 @@ def search_rules(
             continue
         value = score(tab, state, objective)
         better = not pool or value < pool[0][0]
-        pool = sorted([*pool, (value, number, policy)], key=lambda entry: entry[:2])[:POOL]
+        pool = best_of([*pool, (value, number, policy)])
         if better and (small is not problem or value < incumbent.value):
             incumbent.offer(to_ops(tab, rule, state) if small is problem else scheduled(problem, policy), "rules")
     return pool
+
+
+def best_of(pool: list[tuple[float, int, Policy]]) -> list[tuple[float, int, Policy]]:
+    """The best policies, best first: of those that offload on demand, and as many of those that offload a share."""
+    ranked = sorted(pool, key=lambda entry: entry[:2])
+    on_demand = [entry for entry in ranked if entry[2].kept is not None][:POOL]
+    by_share = [entry for entry in ranked if entry[2].kept is None][:POOL]
+    return sorted([*on_demand, *by_share], key=lambda entry: entry[:2])
 
 
 def _crossed(policy: Policy, other: Policy, rng: random.Random) -> Policy:

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from solver.incumbent import Incumbent
-from solver.list_scheduler import KEEP, Rule, run, to_ops
+from solver.list_scheduler import KEEP, OFFLOAD, Rule, run, to_ops
 from solver.policy import Policy, spread
 from solver.search.rules import sibling
 from solver.search.score import score
@@ -49,11 +49,14 @@ class Genome:
     part: tuple[float, ...]
 
     @classmethod
-    def of(cls, policy: Policy, stages: int) -> Genome:
+    def of(cls, policy: Policy, tab: Tables, path: Paths) -> Genome:
         """The policy as it is."""
-        none, zero = (0.0,) * stages, (0,) * stages
-        part = (policy.part,) * stages
-        return cls(policy, none, none, none, zero, zero, (-1.0,) * stages, none, zero, part)
+        none, zero = (0.0,) * tab.S, (0,) * tab.S
+        share = [-1.0] * tab.S
+        if policy.kept is None:
+            treatment = policy.rule(policy.tables_for(tab), path).treatment
+            share = [treatment[s * tab.m : (s + 1) * tab.m].count(OFFLOAD) / tab.m for s in range(tab.S)]
+        return cls(policy, none, none, none, zero, zero, tuple(share), none, zero, (policy.part,) * tab.S)
 
     def build(self, plain: Tables, path: Paths) -> tuple[Tables, Rule]:
         """Tables and rule for one problem."""
@@ -106,7 +109,7 @@ def search_stages(
     begin = incumbent.seconds
     for number, policy in enumerate(policies):
         end = begin + seconds * (number + 1) / len(policies)
-        best, value = Genome.of(policy, plain.S), float("inf")
+        best, value = Genome.of(policy, plain, path), float("inf")
         for turn in range(max(1, runs // len(policies))):
             if incumbent.at_bound or incumbent.seconds > end:
                 break

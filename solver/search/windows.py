@@ -2,7 +2,7 @@
 
 Everything outside the window keeps its order and enters exactly, as heads and tails of the ops inside. A window is a
 stretch of time on all devices, a longer one on a few neighbouring devices, or a few microbatches on all devices. How
-wide it is follows from how long the last ones of its kind took to solve.
+wide it is follows from how hard the last ones of its kind were.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.precedence import Contradiction
 from solver.milp.table import op_table
 
-#: Seconds for one window; a window that is solved in a quarter of it may be wider.
-_SECONDS = 3.0
+#: Nodes of one window's search tree; a window that is solved in a few of them may be wider. Counted, not timed, so that
+#: the same seed gives the same schedule.
+_NODES, _FEW_NODES = 120, 20
 #: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
-_MOST_BINARIES = 900
+_MOST_BINARIES = 600
 #: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
 _TIDY = 1e-3
 
@@ -87,9 +88,9 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
             shape.resize(1.5)
             continue
         matrix = program.matrix._replace(cost=_tidied(program.matrix.cost, program.start, free, best.value, rng))
-        settings = Settings(time_limit=min(_SECONDS, left), gap=1e-4, threads=1, seed=rng.getrandbits(30))
+        settings = Settings(time_limit=left, gap=1e-4, threads=1, seed=rng.getrandbits(30), nodes=_NODES)
         result = highs.solve(matrix, settings, start=program.vector(found))
-        shape.resize(1.25 if result.seconds < _SECONDS / 4 else 0.85 if result.status == "time limit" else 1.0)
+        shape.resize(1.25 if result.nodes <= _FEW_NODES else 0.85 if result.status == "node limit" else 1.0)
         if result.solution is None:
             continue
         ops = schedule(program, result.solution)
