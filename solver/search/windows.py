@@ -26,9 +26,9 @@ from solver.milp.table import op_table
 
 #: Nodes of one window's search tree; a window that is solved in a few of them may be wider. Counted, not timed, so that
 #: the same seed gives the same schedule.
-_NODES, _FEW_NODES = 10, 3
+_NODES, _FEW_NODES = 60, 10
 #: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
-_MOST_BINARIES = 250
+_MOST_BINARIES = 600
 #: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
 _TIDY = 1e-3
 
