@@ -8,7 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optpipe.ops import Kind
 from runtime.split_backward import defer
+
+#: The last part of a sleep is spent awake: the system wakes no one to the microsecond.
+_AWAKE_S = 0.4e-3
+
+
+_began = 0.0
+
+
+def begin(kind: Kind, stage: int, microbatch: int) -> None:
+    """For an executor's ``before_op``: an op lasts from here on, so that what the host does before the stage's own code
+    runs belongs to its time, as in a profile."""
+    global _began
+    if kind < Kind.O:
+        _began = time.perf_counter()
+
+
+def _beginning() -> float:
+    """When the op began; it is taken once, and without ``begin`` that is now."""
+    global _began
+    began, _began = _began, 0.0
+    return began or time.perf_counter()
 
 
 class SleepStage(nn.Module):
@@ -40,27 +62,29 @@ class SleepStage(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepStage) -> Tensor:
-        begin = time.perf_counter()
+        began = _beginning()
         ctx.save_for_backward(torch.ones(stage.saved_bytes, dtype=torch.uint8, device=x.device))
         ctx.stage, ctx.like = stage, (x.shape, x.dtype, x.device)
         out = torch.zeros(stage.shape, device=x.device)
-        _sleep_until(begin + stage.durations[0])
+        _sleep_until(began + stage.durations[0])
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
-        begin = time.perf_counter()
+        began = _beginning()
         (saved,) = ctx.saved_tensors
         _, backward_s, weight_s = ctx.stage.durations
         shape, dtype, device = ctx.like
         gx = torch.zeros(shape, dtype=dtype, device=device) if ctx.needs_input_grad[0] else None
-        if not defer(lambda _: _sleep_until(time.perf_counter() + weight_s), saved.detach()):
+        if not defer(lambda _: _sleep_until(_beginning() + weight_s), saved.detach()):
             backward_s += weight_s
-        _sleep_until(begin + backward_s)
+        _sleep_until(began + backward_s)
         return gx, None, None
 
 
 def _sleep_until(instant: float) -> None:
-    left = instant - time.perf_counter()
+    left = instant - time.perf_counter() - _AWAKE_S
     if left > 0:
         time.sleep(left)
+    while time.perf_counter() < instant:
+        pass

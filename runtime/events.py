@@ -83,44 +83,43 @@ class CpuEvent:
         The longest wait, for what comes from another rank.
     """
 
-    __slots__ = ("_callbacks", "_failure", "_flag", "_lock", "_timeout_s", "label", "time")
+    __slots__ = ("_callbacks", "_failure", "_gate", "_lock", "_timeout_s", "done", "label")
 
     def __init__(self, failure: Failure, label: str = "", timeout_s: float = float("inf")) -> None:
         self._failure, self.label, self._timeout_s = failure, label, timeout_s
-        self._flag = threading.Event()
+        # Held until the event is set. Half the way of a ``threading.Event`` from the one thread to the other.
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self.time = float("nan")
+        self.done = False
 
     def set(self) -> None:
-        """It has happened: run the callbacks, wake those who wait."""
+        """It has happened: wake those who wait, run the callbacks. Once only."""
         with self._lock:
-            self.time = time.perf_counter()
+            self.done = True
             callbacks, self._callbacks = self._callbacks, []
-            self._flag.set()
+        self._gate.release()
         for callback in callbacks:
             callback()
 
     def then(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` in the thread that sets the event, or at once where it is set."""
         with self._lock:
-            if not self._flag.is_set():
+            if not self.done:
                 self._callbacks.append(callback)
                 return
         callback()
 
-    @property
-    def done(self) -> bool:
-        return self._flag.is_set()
-
     def wait(self) -> None:
-        if self._flag.is_set():
+        if self.done:
             return
         deadline = time.perf_counter() + self._timeout_s
-        while not self._flag.wait(_SLICE_S):
+        while not self._gate.acquire(timeout=_SLICE_S):
             self._failure.check()
             if time.perf_counter() > deadline:
                 raise PeerLost(f"waited {self._timeout_s:g} s for {self.label}")
+        self._gate.release()  # for the next one who waits
 
 
 class CudaEvent:

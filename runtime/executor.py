@@ -32,7 +32,7 @@ from runtime.events import Event, Failure, PeerLost, clock
 from runtime.nccl import NcclTransport
 from runtime.program import Compute, Move
 from runtime.result import OpRecord, StepResult
-from runtime.stage import LossFn, Stage, dropout_seed
+from runtime.stage import LossFn, Stage, dropout_seed, own_random_numbers
 from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport, TensorSpec
 
 __all__ = ["Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
@@ -158,11 +158,12 @@ class Executor:
         run.clock = clock(self.device)
         run.origin = time.perf_counter()
         try:
-            for item in self.program.items:
-                if isinstance(item, Compute):
-                    self._compute(item)
-                else:
-                    self._move(item)
+            with own_random_numbers(self.device):
+                for item in self.program.items:
+                    if isinstance(item, Compute):
+                        self._compute(item)
+                    else:
+                        self._move(item)
             for lane in self._lanes.values():
                 lane.settle()
             self._transport.drain()
@@ -231,8 +232,9 @@ class Executor:
             target = run.targets[microbatch] if stage.is_last else None
             seed = dropout_seed(self._seed, run.number, item.stage, microbatch)
             x = run.inputs[microbatch] if parcel is None else parcel
-            recomputed = (item.stage, microbatch) in self.program.recomputed
-            output = stage.forward(microbatch, x, target, seed, recomputed=recomputed)
+            pair = item.stage, microbatch
+            split, recomputed = pair in self.program.split, pair in self.program.recomputed
+            output = stage.forward(microbatch, x, target, seed, split=split, recomputed=recomputed)
             if isinstance(output, Parcel):
                 self._check_output(item.stage, output.tensor)
                 return output
@@ -242,7 +244,7 @@ class Executor:
         elif kind == Kind.W:
             stage.weight(microbatch)
         else:
-            return stage.backward(microbatch, parcel, split=kind == Kind.B)
+            return stage.backward(microbatch, parcel)
         return None
 
     def _move(self, item: Move) -> None:
@@ -261,6 +263,7 @@ class Executor:
 
     def _result(self, run: _Run) -> StepResult:
         seconds, origin = run.clock.seconds, run.origin
+        step_ms = (time.perf_counter() - origin) * 1e3
         records = [
             OpRecord(
                 item.kind,
@@ -274,7 +277,6 @@ class Executor:
             for item, start, end, cpu, waits in run.marks
         ]
         records += self._transfer_records(run)
-        step_ms = (time.perf_counter() - origin) * 1e3
         loss = None
         if self._holds_last:
             # In ascending order, whatever the order of the ops: the same sum as in one process.
@@ -332,8 +334,9 @@ class Executor:
             )
 
     def _check_output(self, stage: int, output: Tensor) -> None:
-        got, expected = TensorSpec(tuple(output.shape), output.dtype), self._boundaries[stage]
-        if got != expected:
+        expected = self._boundaries[stage]
+        if output.shape != expected.shape or output.dtype != expected.dtype:
+            got = TensorSpec(tuple(output.shape), output.dtype)
             # Between ranks a wrong size would end in a crash without a word.
             raise RunFailed(f"stage {stage} gave {got}, expected {expected}")
 

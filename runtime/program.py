@@ -98,6 +98,8 @@ class Program:
     ----------
     items
         In the order in which the host goes through them.
+    split
+        The (stage, microbatch) pairs whose backward comes in two ops.
     recomputed
         The (stage, microbatch) pairs whose forward is run again.
     gradients_from
@@ -114,6 +116,7 @@ class Program:
 
     device: int
     items: tuple[Compute | Move, ...]
+    split: frozenset[tuple[int, int]]
     recomputed: frozenset[tuple[int, int]]
     gradients_from: dict[Link, tuple[Message, ...]]
     links: tuple[Link, ...]
@@ -150,13 +153,19 @@ def build(plan: Plan, device: int, boundary_bytes: Sequence[int]) -> Program:
     return Program(
         device,
         tuple(_merged(ops, order, computes, half_duplex=half_duplex)),
-        frozenset((int(ops.stage[i]), int(ops.microbatch[i])) for i in order.compute if ops.kind[i] == Kind.C),
+        _with_op(ops, order, Kind.B),
+        _with_op(ops, order, Kind.C),
         {link: messages for link, messages in traffic.items() if link.gradient and link.receiver == device},
         tuple(sorted(traffic)),
         half_duplex,
         receives.most_bytes,
         receives.most_bytes + _unsent_bytes(device, traffic, boundary_bytes),
     )
+
+
+def _with_op(ops: Ops, order: DeviceOrder, kind: Kind) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) pairs of a device that have an op of this kind."""
+    return frozenset((int(ops.stage[i]), int(ops.microbatch[i])) for i in order.compute if ops.kind[i] == kind)
 
 
 def _message_of(problem: Problem, kind: Kind, stage: int, microbatch: int) -> Message | None:

@@ -3,8 +3,8 @@
 While F runs, ``saved_tensors_hooks`` hand every tensor that autograd saves to ``Saved.pack``. Autograd keeps the handle
 that comes back, the handle owns the entry of the storage, and nothing else owns it:
 
-    autograd node --> Handle (offset, size, stride) --> entry --> storage on the device, or its copy on the host
-                      Handle -------------------------^              ^ offload and reload swap these two
+    autograd node --> handle (number) --> entry --> storage on the device, or its copy on the host
+                      handle ---------------^          ^ offload and reload swap these two
 
 So memory goes when autograd drops what it saved, as without hooks, and a storage with many views moves once.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,17 @@ from runtime.channel import HostPool
 COMPACT_RATIO = 8
 
 
+class _Geometry(NamedTuple):
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Entry:
     """One storage: ``hold`` while it is on the device, ``host`` while it is not; ``moving`` while neither is whole."""
 
-    __slots__ = ("__weakref__", "aliases", "hold", "host", "moving", "nbytes", "pool")
+    __slots__ = ("__weakref__", "hold", "host", "moving", "names", "nbytes", "pool", "versions")
 
     def __init__(self, hold: Hold, pool: HostPool) -> None:
         self.hold: Hold | None = hold
@@ -42,11 +49,33 @@ class _Entry:
         self.moving = False
         self.nbytes = hold.nbytes
         self.pool = pool
-        self.aliases: list[tuple[Tensor, int]] = []  # a tensor that shares the version counter; the version saved
+        # What was saved: aliases, which share the version counter, and their versions then. Geometry once it has moved.
+        self.names: list[Tensor | _Geometry] = []
+        self.versions: list[int] = []
 
-    def check_versions(self) -> None:
-        if any(alias._version != version for alias, version in self.aliases):
-            raise RunFailed("a tensor that the backward needs was changed in place after it was saved")
+    def add(self, tensor: Tensor) -> int:
+        """Another tensor over this storage; its number."""
+        self.names.append(tensor.detach())
+        self.versions.append(tensor._version)
+        return len(self.names) - 1
+
+    def tensor(self, number: int) -> Tensor:
+        """The tensor with this number, as it was saved."""
+        name = self.names[number]
+        if isinstance(name, Tensor):
+            if name._version != self.versions[number]:
+                raise RunFailed("a tensor that the backward needs was changed in place after it was saved")
+            return name
+        assert self.hold is not None
+        view = torch.empty(0, dtype=name.dtype, device=self.hold.storage.device)
+        return view.set_(self.hold.storage, name.offset, name.size, name.stride)
+
+    def forget_aliases(self) -> None:
+        """Keep geometry in place of aliases: they would keep the storage alive."""
+        for number, name in enumerate(self.names):
+            if isinstance(name, Tensor):
+                self.tensor(number)  # it has to be as it was saved
+                self.names[number] = _Geometry(name.dtype, int(name.storage_offset()), name.size(), name.stride())
 
     def __del__(self) -> None:
         if self.hold is not None:
@@ -56,13 +85,12 @@ class _Entry:
 
 
 class _Handle:
-    """A saved tensor as geometry over an entry."""
+    """A saved tensor: a number in its entry."""
 
-    __slots__ = ("dtype", "entry", "offset", "size", "stride")
+    __slots__ = ("entry", "number")
 
-    def __init__(self, entry: _Entry, tensor: Tensor) -> None:
-        self.entry, self.dtype = entry, tensor.dtype
-        self.offset, self.size, self.stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    def __init__(self, entry: _Entry, number: int) -> None:
+        self.entry, self.number = entry, number
 
 
 class Saved:
@@ -109,8 +137,7 @@ class Saved:
                 storage = tensor.untyped_storage()
             entry = _Entry(self._ledger.hold(tensor), self._pool)
             self._entries[storage._cdata] = entry
-        entry.aliases.append((tensor.detach(), tensor._version))
-        return _Handle(entry, tensor)
+        return _Handle(entry, entry.add(tensor))
 
     def unpack(self, handle: Any) -> Tensor:
         """The tensor of a handle. Autograd may ask several times.
@@ -125,9 +152,8 @@ class Saved:
         entry = handle.entry
         if entry.hold is None or entry.moving:
             raise RunFailed("a saved activation is used while it is offloaded: its reload has not ended")
-        entry.check_versions()
-        view = torch.empty(0, dtype=handle.dtype, device=self._device)
-        return view.set_(entry.hold.storage, handle.offset, handle.size, handle.stride)
+        found: Tensor = entry.tensor(handle.number)
+        return found
 
     def _ours(self, tensor: Tensor) -> bool:
         return (
@@ -170,8 +196,7 @@ class Offload:
         saved = self._saved
         pairs = []
         for entry in _chosen(list(saved._entries.values()), self._nbytes):
-            entry.check_versions()
-            entry.aliases.clear()
+            entry.forget_aliases()
             assert entry.hold is not None
             source, entry.hold, entry.host = entry.hold, None, saved._pool.take(entry.nbytes)
             entry.moving = True
@@ -272,8 +297,11 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
+#: Makes autograd build a graph although the input needs no gradient.
+_PROBE = torch.empty(0, requires_grad=True)
+
+
 def enter(x: Tensor, place: InputGradient) -> Tensor:
     """The stage's input as the graph sees it: not a leaf, and its gradient goes to ``place``."""
-    # The probe makes autograd build a graph although x needs no gradient.
-    out: Tensor = _Enter.apply(x, torch.empty(0, device=x.device, requires_grad=True), place)
+    out: Tensor = _Enter.apply(x, _PROBE, place)
     return out

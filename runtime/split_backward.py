@@ -68,6 +68,18 @@ class WeightStore:
 
 # Plain and global, not thread-local: on CUDA a backward runs on a thread of autograd's.
 _store: WeightStore | None = None
+_together = False
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Forwards inside will have a backward that is not split: their layers run as the plain ones, which is faster."""
+    global _together
+    outer, _together = _together, True
+    try:
+        yield
+    finally:
+        _together = outer
 
 
 @contextmanager
@@ -125,9 +137,9 @@ class DeferredLinear(nn.Linear):
     """``nn.Linear`` whose weight gradients can be put off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _deferrable(self.weight, self.bias):
+        if _together or not _deferrable(self.weight, self.bias):
             return F.linear(x, self.weight, self.bias)
-        dtype = x.dtype
+        dtype = None
         if torch.is_autocast_enabled(x.device.type):
             # The cast stays outside of the Function, so that autograd casts the input's gradient back.
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -140,7 +152,7 @@ class DeferredEmbedding(nn.Embedding):
     """``nn.Embedding`` whose weight gradient can be put off."""
 
     def forward(self, index: Tensor) -> Tensor:
-        if not _deferrable(self.weight):
+        if _together or not _deferrable(self.weight):
             return super().forward(index)
         out: Tensor = _Embedding.apply(index, self.weight, self.padding_idx, self.scale_grad_by_freq)
         return out
@@ -149,35 +161,39 @@ class DeferredEmbedding(nn.Embedding):
 def _deferrable(*parameters: Tensor | None) -> bool:
     """Whether there is a gradient to put off. Hooks on a gradient would be called by the backward without one, and a
     weight that is computed (by weight norm, say) hands its gradient on at once."""
-    given = [parameter for parameter in parameters if parameter is not None]
-    if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in given):
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # under vmap only plain layers run
         return False
-    if torch._C._are_functorch_transforms_active():  # vmap and the like: plain layers only
-        return False
-    return not any(
-        not parameter.is_leaf or parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        for parameter in given
-    )
+    trained = False
+    for parameter in parameters:
+        if parameter is not None:
+            if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return False
+            trained |= parameter.requires_grad
+    return trained
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x W.T + b`` computed in ``dtype``; x of any leading shape."""
+    """``y = x W.T + b`` computed in ``dtype``, None: as it comes; x of any leading shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        ctx.save_for_backward(x)
         # Only parameters may stand on ctx: they stay on the device anyway, and W needs the very objects.
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, dtype
-        with torch.autocast(x.device.type, enabled=False):
-            out = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        if dtype is None:
+            out = F.linear(x, weight, bias)
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                out = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
         return out.detach()  # it may be a view, which no one may change in place behind a Function
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         gx = None
         if ctx.needs_input_grad[0]:
-            gx = _rows(g).mm(weight.to(ctx.dtype)).view(*g.shape[:-1], weight.shape[1])
+            factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
+            gx = _rows(g).mm(factor).view(*g.shape[:-1], weight.shape[1])
         trained = ctx.weight if ctx.needs_input_grad[1] else None
         trained_bias = ctx.bias if ctx.needs_input_grad[2] else None
         # Detached, else what is put off would keep this microbatch's graph.

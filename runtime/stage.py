@@ -15,7 +15,7 @@ from runtime import batch_norm
 from runtime.accounting import Ledger
 from runtime.channel import HostPool
 from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storages
-from runtime.split_backward import WeightStore, convert, deferring
+from runtime.split_backward import WeightStore, convert, deferring, together
 from runtime.transport import Parcel
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -29,21 +29,33 @@ def dropout_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
     return value
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from ``seed`` inside; the generators go on outside as if nothing had been."""
-    cuda = device.type == "cuda"
-    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+def draw_from(seed: int, device: torch.device) -> None:
+    """Random numbers come from ``seed`` now."""
     torch.default_generator.manual_seed(seed)
-    if cuda:
+    if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the generators go on outside as if nothing had been."""
+    cuda = device.type == "cuda"
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         if states[1] is not None:
             torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside; the generators go on outside as if nothing had been."""
+    with own_random_numbers(device):
+        draw_from(seed, device)
+        yield
 
 
 def _constants(module: nn.Module) -> Iterator[Tensor]:
@@ -62,6 +74,7 @@ class _Microbatch:
     saved: Saved
     gradient: InputGradient
     seed: int
+    split: bool
     shape: torch.Size
     dtype: torch.dtype
     target: Tensor | None = None
@@ -128,7 +141,7 @@ class Stage:
         self._skip = {}
 
     def forward(
-        self, microbatch: int, x: Parcel | Tensor, target: Tensor | None, seed: int, *, recomputed: bool
+        self, microbatch: int, x: Parcel | Tensor, target: Tensor | None, seed: int, *, split: bool, recomputed: bool
     ) -> Parcel | Tensor:
         """F. The output with the hold on it; of the last stage the microbatch's share of the loss.
 
@@ -142,6 +155,8 @@ class Stage:
             Of the last stage.
         seed
             Of the random numbers.
+        split
+            The backward will be split into B and W.
         recomputed
             The forward will run again (C): only the input is kept.
         """
@@ -150,6 +165,7 @@ class Stage:
             Saved(self.ledger, self.device, self._skip, self.pool),
             InputGradient(self.ledger),
             seed,
+            split,
             tensor.shape,
             tensor.dtype,
             target,
@@ -197,8 +213,9 @@ class Stage:
         return output
 
     def _run(self, state: _Microbatch, x: Tensor) -> Tensor:
+        draw_from(state.seed, self.device)
         hooks = state.saved.hooks() if torch.is_grad_enabled() else nullcontext()
-        with seeded(state.seed, self.device), hooks:
+        with hooks, nullcontext() if state.split else together():
             if not self.is_first and torch.is_grad_enabled():
                 x = enter(x, state.gradient)
             output: Tensor = self.module(x)
@@ -213,9 +230,11 @@ class Stage:
                 output = output.reshape(())
         return output
 
-    def backward(self, microbatch: int, gradient: Parcel | None, *, split: bool) -> Parcel | None:
-        """B (``split``) or BW. The gradient for the input with the hold on it, zeros where nothing depends on it; None
-        of the first stage.
+    def backward(self, microbatch: int, gradient: Parcel | None) -> Parcel | None:
+        """B or BW, as the forward was told.
+
+        Gives the gradient for the input with the hold on it (zeros where nothing depends on it); None of the first
+        stage.
 
         Parameters
         ----------
@@ -223,19 +242,17 @@ class Stage:
             Which.
         gradient
             For the output; None of the last stage.
-        split
-            Put the weight gradients off until ``weight``.
         """
         state = self._under_way[microbatch]
         edge, state.edge = state.edge, None
-        if split:
+        if state.split:
             state.store = WeightStore(state.saved)
         else:
             del self._under_way[microbatch]
         if edge is not None:
             value = gradient.tensor if gradient is not None else torch.ones((), device=self.device)
-            # Checkpoints inside the stage run their forwards again.
-            with deferring(state.store), batch_norm.run_again():
+            # Checkpoints inside the stage run their forwards again: as the first time.
+            with deferring(state.store) if state.split else together(), batch_norm.run_again():
                 torch.autograd.backward([edge], [value])
             del edge, value
         if gradient is not None:
@@ -304,7 +321,7 @@ def measure_bytes(
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
-        with batch_norm.run_again():  # what is measured is no training
+        with batch_norm.run_again(), own_random_numbers(x.device):  # what is measured is no training
             split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
             fused = _measured(module, index, num_stages, x, target, loss_fn, kind="fused")
             again = _measured(module, index, num_stages, x, target, loss_fn, kind="recomputed")
@@ -328,7 +345,7 @@ def _measured(
     stage = Stage(module, index, num_stages, loss_fn, 1, x.device, ledger, HostPool())
     stage.begin([tensor for tensor in (x if index == 0 else None, target) if tensor is not None])
     source = x if index == 0 else Parcel(x, ledger.hold(x))
-    output = stage.forward(0, source, target, 0, recomputed=kind == "recomputed")
+    output = stage.forward(0, source, target, 0, split=kind == "split", recomputed=kind == "recomputed")
     found = {"kept": ledger.activation_bytes}
     if kind == "recomputed":
         stage.recompute(0)
@@ -343,7 +360,7 @@ def _measured(
     found["saved"] = stage.saved_bytes(0)
     for parameter in module.parameters():
         parameter.grad = None
-    given = stage.backward(0, gradient, split=kind == "split")
+    given = stage.backward(0, gradient)
     found["peak"] = ledger.activation_peak
     if given is not None:
         given.hold.release()

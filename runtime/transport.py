@@ -243,10 +243,11 @@ class RankTransport(LocalTransport):
 
 
 class GlooTransport(RankTransport):
-    """On gloo: a tag a message, and threads that wait for the works.
+    """On gloo: a tag a message, and threads that send and that wait for the works.
 
     gloo's works complete only for someone who waits for them, so each link has a thread that does, in the order of
-    posting. ``ranks[d]`` is the global rank that runs device d; ``timeout_s`` the longest wait for a message.
+    posting. That a send waits for the one before it costs nothing: both ends go by the sender's order. ``ranks[d]`` is
+    the global rank that runs device d; ``timeout_s`` the longest wait for a message.
     """
 
     def __init__(self, *args: Any, ranks: Sequence[int], timeout_s: float, num_microbatches: int) -> None:
@@ -275,10 +276,9 @@ class GlooTransport(RankTransport):
         link = self._link(message)
         assert link is not None
         event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}")
-        peer = self._ranks[link.receiver]
-        with _lost(peer, event):
-            work = dist.isend(tensor, peer, tag=self._tag(message))
-        self._waiter(link, "sending", link.receiver).put(work, tensor, event)
+        peer, tag = self._ranks[link.receiver], self._tag(message)
+        # Started by the link's thread: gloo copies into the socket at once, and what computes shall not wait for that.
+        self._waiter(link, "sending", link.receiver).put(lambda: dist.isend(tensor, peer, tag=tag), tensor, event)
         return event
 
     def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
@@ -291,7 +291,7 @@ class GlooTransport(RankTransport):
         peer = self._ranks[link.sender]
         with _lost(peer, event):
             work = dist.irecv(buffer, peer, tag=self._tag(message))
-        self._waiter(link, "receiving", link.sender).put(work, buffer, event)
+        self._waiter(link, "receiving", link.sender).put(lambda: work, buffer, event)
 
     def _then(self, event: Event, work: Callable[[], None]) -> None:
         assert isinstance(event, CpuEvent)
@@ -317,17 +317,17 @@ class GlooTransport(RankTransport):
 
 
 class _Waiter:
-    """A thread that waits for the works of one link, in order, and sets their events."""
+    """A thread that starts the sends of one link, or waits for its receives, in order, and sets their events."""
 
     def __init__(self, peer: int, failure: Failure) -> None:
         self.peer, self._failure = peer, failure
-        self._queue: queue.SimpleQueue[tuple[Any, Tensor, CpuEvent] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Tensor, CpuEvent] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"link to rank {peer}", daemon=True)
         self._thread.start()
 
-    def put(self, work: Any, tensor: Tensor, event: CpuEvent) -> None:
-        """A work to wait for, with its tensor, which has to live until then."""
-        self._queue.put((work, tensor, event))
+    def put(self, start: Callable[[], Any], tensor: Tensor, event: CpuEvent) -> None:
+        """What gives a work to wait for, with its tensor, which has to live until then."""
+        self._queue.put((start, tensor, event))
 
     def close(self) -> None:
         """End the thread, once it has waited for what it was given; a wait that never ends has to be aborted first."""
@@ -336,11 +336,12 @@ class _Waiter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, tensor, event = item
+            start, tensor, event = item
             try:
                 with _lost(self.peer, event):
+                    work = start()
                     work.wait()
-                del work, tensor, item  # before the callbacks: they look at who holds the memory
+                del start, work, tensor, item  # before the callbacks: they look at who holds the memory
                 event.set()
             except BaseException as error:
                 self._failure.report(error, event.label)
