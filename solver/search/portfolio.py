@@ -10,7 +10,7 @@ from solver.incumbent import Incumbent
 from solver.policy import Policy
 from solver.search.around import search_around
 from solver.search.rules import best_of, search_rules
-from solver.search.stages import search_stages
+from solver.search.stages import Genome, search_stages
 from solver.search.windows import search_windows
 
 #: Ops that the list schedules of the first round may place, and list schedules that it makes at most in each search.
@@ -20,8 +20,9 @@ _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 30, 0.6, 2_500
-#: Policies whose stages are evolved in a round.
-_PARENTS = 3
+#: Policies whose stages begin to be evolved in a round, beside the best of each kind; genomes that go on in the next.
+_PARENTS = 2
+_GENOMES = 2
 
 
 class Portfolio:
@@ -33,6 +34,7 @@ class Portfolio:
     def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
         self.incumbent, self.rng = incumbent, rng
         self.pool: list[tuple[float, int, Policy]] = []
+        self.genomes: list[tuple[float, Genome]] = []
         self.rounds = 0
 
     def round(self, seconds: float) -> None:
@@ -46,8 +48,9 @@ class Portfolio:
         found = search_rules(incumbent, rng, runs=runs, seconds=0.3 * seconds)
         self.pool = best_of([*self.pool, *((value, self.rounds, policy) for value, _, policy in found)])
         if self.pool:
-            parents = self._parents()
-            search_stages(incumbent, rng, parents, runs=2 * runs, seconds=0.5 * (end - incumbent.seconds))
+            starts: list[Policy | Genome] = [*(genome for _, genome in self.genomes), *self._parents()]
+            evolved = search_stages(incumbent, rng, starts, runs=2 * runs, seconds=0.5 * (end - incumbent.seconds))
+            self.genomes = evolved[:_GENOMES]
         if (orders := self._orders_alone()) is not None:
             better = anneal(
                 problem,
@@ -70,7 +73,7 @@ class Portfolio:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
         best = self.pool[0][2]
         other = [policy for _, _, policy in self.pool if (policy.kept is None) != (best.kept is None)][:1]
-        some = self.rng.sample(self.pool, min(_PARENTS - 1, len(self.pool)))
+        some = self.rng.sample(self.pool, min(_PARENTS, len(self.pool)))
         return [best, *other, *(entry[2] for entry in some)]
 
     def _orders_alone(self) -> Ops | None:

@@ -8,6 +8,7 @@ with fewer microbatches.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from solver.incumbent import Incumbent
@@ -90,46 +91,77 @@ class Genome:
 
 
 def search_stages(
-    incumbent: Incumbent, rng: random.Random, policies: list[Policy], *, runs: int, seconds: float
-) -> None:
-    """Evolve each of the policies by changes of single stages; what is good is offered to ``incumbent``.
+    incumbent: Incumbent, rng: random.Random, starts: Sequence[Policy | Genome], *, runs: int, seconds: float
+) -> list[tuple[float, Genome]]:
+    """Evolve genomes by changes of single stages; what is good is offered to ``incumbent``.
+
+    Half of the runs and of the time is shared out evenly; the other half goes to the best one.
 
     Parameters
     ----------
-    policies
-        Where to begin; the runs and the time are shared out evenly.
+    starts
+        Policies, or genomes of an earlier call, to begin from.
     runs, seconds
         List schedules to make, and time to spend, at most.
+
+    Returns
+    -------
+    list
+        The evolved genomes with their scores, best first.
     """
-    problem, objective = incumbent.problem, incumbent.options.objective
-    small = sibling(problem)
-    plain = tables(small)
-    path = paths(plain)
-    full, full_path = (plain, path) if small is problem else (tables(problem), paths(tables(problem)))
+    evolution = _Evolution(incumbent, rng)
+    found: list[tuple[float, Genome]] = []
     begin = incumbent.seconds
-    for number, policy in enumerate(policies):
-        end = begin + seconds * (number + 1) / len(policies)
-        best, value = Genome.of(policy, plain, path), float("inf")
-        for turn in range(max(1, runs // len(policies))):
-            if incumbent.at_bound or incumbent.seconds > end:
+    for number, start in enumerate(starts):
+        genome = start if isinstance(start, Genome) else Genome.of(start, evolution.plain, evolution.path)
+        end = begin + 0.5 * seconds * (number + 1) / len(starts)
+        found.append(evolution.go(genome, runs // (2 * len(starts)), end))
+    found.sort(key=lambda entry: entry[0])
+    if found:
+        found[0] = evolution.go(found[0][1], runs // 2, begin + seconds)
+        evolution.finish(found[0][1])
+    return found
+
+
+class _Evolution:
+    """Genomes are tried on a sibling with fewer microbatches where the problem is large."""
+
+    def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
+        self.incumbent, self.rng = incumbent, rng
+        self.small = sibling(incumbent.problem)
+        self.plain = tables(self.small)
+        self.path = paths(self.plain)
+
+    def go(self, best: Genome, runs: int, end: float) -> tuple[float, Genome]:
+        """Accept neighbours that are no worse, for so many runs or until ``end``."""
+        incumbent, value = self.incumbent, float("inf")
+        whole = self.small is incumbent.problem
+        for turn in range(max(1, runs)):
+            if turn and (incumbent.at_bound or incumbent.seconds > end):
                 break
-            genome = changed(best, plain, rng) if turn else best
-            tab, rule = genome.build(plain, path)
+            genome = changed(best, self.plain, self.rng) if turn else best
+            tab, rule = genome.build(self.plain, self.path)
             state = run(tab, rule)
             if state is None:
                 continue
-            found = score(tab, state, objective)
+            found = score(tab, state, incumbent.options.objective)
             if found > value:
                 continue
-            better = found < value
+            if whole and found < min(value, incumbent.value):
+                incumbent.offer(to_ops(tab, rule, state), "stages")
             best, value = genome, found
-            if better and small is problem and found < incumbent.value:
-                incumbent.offer(to_ops(tab, rule, state), "stages")
-        if small is not problem:
-            tab, rule = best.build(full, full_path)
-            state = run(tab, rule)
-            if state is not None:
-                incumbent.offer(to_ops(tab, rule, state), "stages")
+        return value, best
+
+    def finish(self, genome: Genome) -> None:
+        """Offer the genome's schedule of the whole problem, if it was tried on a smaller one."""
+        problem = self.incumbent.problem
+        if self.small is problem:
+            return
+        plain = tables(problem)
+        tab, rule = genome.build(plain, paths(plain))
+        state = run(tab, rule)
+        if state is not None:
+            self.incumbent.offer(to_ops(tab, rule, state), "stages")
 
 
 def changed(genome: Genome, tab: Tables, rng: random.Random) -> Genome:
