@@ -65,7 +65,12 @@ class Ledger:
         """One holder less and one more of the given classes, as one change: no level in between is seen."""
         key = storage._cdata
         with self._lock:
-            counts = self._holders.setdefault(key, [0, 0])
+            counts = self._holders.get(key)
+            if counts is None:
+                assert drop is None and add is not None
+                self._holders[key] = [int(add == _ACTIVATION), int(add == _MESSAGE)]
+                self._level(add, storage.nbytes())
+                return
             before = _class_of(counts)
             if drop is not None:
                 counts[drop] -= 1

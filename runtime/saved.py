@@ -31,6 +31,10 @@ from runtime.channel import HostPool
 COMPACT_RATIO = 8
 
 
+#: Storages on the device to their entries, weakly: handles own the entries. (A ``WeakValueDictionary`` takes longer.)
+_Table = dict[int, "weakref.ref[_Entry]"]
+
+
 class _Geometry(NamedTuple):
     dtype: torch.dtype
     offset: int
@@ -41,14 +45,15 @@ class _Geometry(NamedTuple):
 class _Entry:
     """One storage: ``hold`` while it is on the device, ``host`` while it is not; ``moving`` while neither is whole."""
 
-    __slots__ = ("__weakref__", "hold", "host", "moving", "names", "nbytes", "pool", "versions")
+    __slots__ = ("__weakref__", "hold", "host", "key", "moving", "names", "nbytes", "pool", "table", "versions")
 
-    def __init__(self, hold: Hold, pool: HostPool) -> None:
+    def __init__(self, hold: Hold, pool: HostPool, table: _Table) -> None:
         self.hold: Hold | None = hold
         self.host: Tensor | None = None
         self.moving = False
         self.nbytes = hold.nbytes
-        self.pool = pool
+        self.pool, self.table, self.key = pool, table, hold.storage._cdata
+        table[self.key] = weakref.ref(self)
         # What was saved: aliases, which share the version counter, and their versions then. Geometry once it has moved.
         self.names: list[Tensor | _Geometry] = []
         self.versions: list[int] = []
@@ -78,6 +83,10 @@ class _Entry:
                 self.names[number] = _Geometry(name.dtype, int(name.storage_offset()), name.size(), name.stride())
 
     def __del__(self) -> None:
+        known = self.table.get(self.key)
+        # In a cycle of garbage the hold may have gone before, and another storage may be at the same address now.
+        if known is not None and known() in (self, None):
+            del self.table[self.key]
         if self.hold is not None:
             self.hold.release()
         if self.host is not None:
@@ -110,8 +119,8 @@ class Saved:
 
     def __init__(self, ledger: Ledger, device: torch.device, skip: Container[int], pool: HostPool) -> None:
         self._ledger, self._device, self._skip, self._pool = ledger, device, skip, pool
-        # Weak: handles own the entries. An entry leaves when its storage may be freed, so no address is ever stale.
-        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+        # An entry leaves when its storage may be freed, so no address is ever stale.
+        self._table: _Table = {}
         self._away: list[_Entry] = []
 
     def hooks(self) -> saved_tensors_hooks:
@@ -121,7 +130,11 @@ class Saved:
     @property
     def nbytes(self) -> int:
         """Bytes on the device now."""
-        return sum(entry.nbytes for entry in list(self._entries.values()))
+        return sum(entry.nbytes for entry in self.entries())
+
+    def entries(self) -> list[_Entry]:
+        """Those whose storage is on the device, in the order in which they came there."""
+        return [entry for entry in (one() for one in list(self._table.values())) if entry is not None]
 
     def pack(self, tensor: Tensor) -> Any:
         """A handle for a tensor that is to be kept; the tensor itself where it stays on the device anyway."""
@@ -129,14 +142,13 @@ class Saved:
             # A node that kept its own output would keep itself alive.
             return tensor if tensor.is_leaf else tensor.detach()
         storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
+        known = self._table.get(storage._cdata)
+        entry = known() if known is not None else None
         if entry is None:
-            size = tensor.numel() * tensor.element_size()
-            if size * COMPACT_RATIO <= storage.nbytes():
+            if tensor.numel() * tensor.element_size() * COMPACT_RATIO <= storage.nbytes():
                 tensor = tensor.detach().clone()
                 storage = tensor.untyped_storage()
-            entry = _Entry(self._ledger.hold(tensor), self._pool)
-            self._entries[storage._cdata] = entry
+            entry = _Entry(self._ledger.hold(tensor), self._pool, self._table)
         return _Handle(entry, entry.add(tensor))
 
     def unpack(self, handle: Any) -> Tensor:
@@ -195,12 +207,12 @@ class Offload:
         """Takes host memory; (destination, source) pairs to copy."""
         saved = self._saved
         pairs = []
-        for entry in _chosen(list(saved._entries.values()), self._nbytes):
+        for entry in _chosen(saved.entries(), self._nbytes):
             entry.forget_aliases()
             assert entry.hold is not None
             source, entry.hold, entry.host = entry.hold, None, saved._pool.take(entry.nbytes)
             entry.moving = True
-            del saved._entries[source.storage._cdata]
+            del saved._table[entry.key]
             saved._away.append(entry)
             self._sources.append(source)
             pairs.append((entry.host, _raw(source, saved._device)))
@@ -229,7 +241,8 @@ class Reload:
             assert entry.host is not None
             target = torch.empty(entry.nbytes, dtype=torch.uint8, device=saved._device)
             entry.hold = saved._ledger.hold(target)
-            saved._entries[target.untyped_storage()._cdata] = entry
+            entry.key = target.untyped_storage()._cdata
+            saved._table[entry.key] = weakref.ref(entry)
             self._back.append((entry, entry.host))
             pairs.append((target, entry.host))
         return pairs

@@ -196,7 +196,7 @@ def test_views_of_one_storage_move_once():
 def test_parameters_and_buffers_stay():
     module = Masked()
     books, edge, _ = saved_run(module, torch.randn(4, 6, 16))
-    kept = {entry.hold.storage._cdata for entry in books.saved._entries.values()}
+    kept = {entry.hold.storage._cdata for entry in books.saved.entries()}
     assert kept and module.mask.untyped_storage()._cdata not in kept
     assert edge is not None
 
@@ -298,7 +298,7 @@ def test_a_partial_offload_moves_at_least_what_was_asked_and_little_more(sizes, 
     before = books.ledger.activation_bytes
     move(saved.offload(nbytes))
     moved = before - books.ledger.activation_bytes
-    left = [entry.nbytes for entry in saved._entries.values()]
+    left = [entry.nbytes for entry in saved.entries()]
     assert moved == books.pool.in_use
     assert moved >= min(nbytes, before)
     # Without the last storage it would have been too little, and a smaller one that does is not left behind.
