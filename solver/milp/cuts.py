@@ -5,8 +5,9 @@ between their starts:
 
     start(b) - start(a) >= sum over ops q of p(q) * (before(q, b) - before(q, a)),
 
-where ``before(q, b) - before(q, a)`` is 1 for just these. Likewise to the end of everything:
-``end - start(x) >= sum of p(q) * (1 - before(q, x))``. The relaxation of big-M rows alone sees the critical path only.
+where ``before(q, b) - before(q, a)`` is 1 for just these. (Less, where B and W may be fused: see ``_relieve``.)
+Likewise to the end of everything: ``end - start(x) >= sum of p(q) * (1 - before(q, x))``. The relaxation of big-M rows
+alone sees the critical path only.
 
 **Staircase rows.** Where y surely runs before z, ``before(x, y) <= before(x, z)``.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.ops import Floats, Ints, Kind
+from optpipe.ops import Bools, Floats, Ints, Kind
 from solver.milp.model import DeviceOrder, Model
 from solver.milp.sparse import INF
 
@@ -63,28 +64,62 @@ def _between(model: Model, device: DeviceOrder, a: Ints, b: Ints) -> None:
     # A pair whose order bits are all decided, or that are the same on both sides, says nothing new.
     told = ((device.column[:, a] >= 0) | (device.column[:, b] >= 0)).any(axis=0)
     a, b = a[told], b[told]
-    took = model.table.shortest[ops]
-    known = took @ (device.const[:, b] - device.const[:, a])
+    known = _full_work(model, device) @ (device.const[:, b] - device.const[:, a])
     terms = [(model.start[ops[b]], 1.0), (model.start[ops[a]], -1.0)]
     rows = model.builder.rows("load_{}_{}", (ops[a], ops[b]), known, INF, terms)
     _spread(model, device, rows, b, -1.0)
     _spread(model, device, rows, a, 1.0)
+    for s in _fused_stages(model, device):
+        weight = device.place[model.table.ops(Kind.W, s)]
+        decided = (device.column[np.ix_(weight, a)] < 0) & (device.column[np.ix_(weight, b)] < 0)
+        _relieve(
+            model, device, rows, a, s, ~decided | (device.const[np.ix_(weight, b)] > device.const[np.ix_(weight, a)])
+        )
 
 
 def _to_the_end(model: Model, device: DeviceOrder, told: Ints) -> None:
     ops = device.ops
-    took = model.table.shortest[ops]
-    known = took.sum() - took @ device.const[:, told]
+    work = _full_work(model, device)
+    known = work.sum() - work @ device.const[:, told]
     terms = [(np.full(len(told), model.end_of_all), model.per_unit), (model.start[ops[told]], -1.0)]
     if model.objective == "span":
         terms.append((np.full(len(told), model.start[ops[0]]), 1.0))
     rows = model.builder.rows("rest_{}", (ops[told],), known, INF, terms)
     _spread(model, device, rows, told, 1.0)
+    for s in _fused_stages(model, device):
+        weight = device.place[model.table.ops(Kind.W, s)]
+        _relieve(model, device, rows, told, s, ~device.precedence.sure[np.ix_(weight, told)])
+
+
+def _full_work(model: Model, device: DeviceOrder) -> Floats:
+    """Durations; of stages that may be fused those of B (or BW if that is shorter) and of W."""
+    return model.base[device.ops] + np.where(
+        model.table.per_op(model.table.kind)[device.ops] == Kind.B, np.minimum(model.scale[device.ops], 0.0), 0.0
+    )
+
+
+def _fused_stages(model: Model, device: DeviceOrder) -> list[int]:
+    return [s for s in model.table.fused if device.place[model.table.ops(Kind.B, s)[0]] >= 0]
+
+
+def _relieve(model: Model, device: DeviceOrder, rows: Ints, a: Ints, stage: int, counted: Bools) -> None:
+    """Where B(stage, j) and W(stage, j) are fused, W(stage, j) has no duration. Where B surely comes after ``a`` too,
+    it has grown by what BW takes longer.
+
+    ``counted``: bool (m, rows): the row may count W(stage, j).
+    """
+    backward, weight = (model.table.ops(kind, stage) for kind in (Kind.B, Kind.W))
+    place = device.place[backward]
+    after = device.precedence.sure[np.ix_(a, place)].T | (place[:, None] == a)
+    grown = np.maximum(model.scale[backward], 0.0)[:, None]
+    relief = model.base[weight][:, None] - np.where(after, grown, 0.0)
+    j, k = np.nonzero(counted)
+    model.builder.entries(rows[k], model.decision[backward[j]], relief[j, k])
 
 
 def _spread(model: Model, device: DeviceOrder, rows: Ints, of: Ints, factor: float) -> None:
     """Add ``factor * p(q) * before(q, x)`` to the row of each x in ``of``, for every q whose order to x is open."""
-    took = model.table.shortest[device.ops]
+    took = _full_work(model, device)
     q, k = np.nonzero(device.column[:, of] >= 0)
     x = of[k]
     model.builder.entries(rows[k], device.column[q, x], factor * took[q] * device.sign[q, x])

@@ -25,7 +25,7 @@ import numpy as np
 
 from optpipe.ops import Floats, Ints, Kind
 from optpipe.problem import Problem
-from solver.milp.memory import DeviceMemory, add_fused_credit, before_events
+from solver.milp.memory import DeviceMemory, add_fused_credit, before_events, device_memory
 from solver.milp.model import DeviceOrder, Model
 from solver.milp.sparse import INF
 
@@ -54,11 +54,11 @@ def leaks(problem: Problem, device: int) -> list[Leak]:
     return found
 
 
-def add_fluid(model: Model, device: DeviceOrder, memory: DeviceMemory, number: int) -> None:
+def add_fluid(model: Model, device: DeviceOrder, number: int) -> None:
     """The memory of one device, and all that holds of what is away."""
     fluid = _DeviceFluid(model, device, number)
     fluid.add_rows()
-    fluid.add_memory_rows(memory)
+    fluid.add_memory_rows(device_memory(model, device, number, parts=bool(fluid.leaks)))
 
 
 class _DeviceFluid:

@@ -151,7 +151,9 @@ class Formulation:
         return None if found is None else self.vector(found)
 
 
-def _add_memory(model: Model, device: DeviceOrder, held: memory.DeviceMemory, options: Options) -> None:
+def _add_memory(model: Model, device: DeviceOrder, number: int, options: Options) -> None:
+    """The memory rows of one device where what leaves it are whole transfers in order."""
+    held = memory.device_memory(model, device, number)
     away = memory.add_forward_rows(model, device, held)
     reload_memory.add_reload_rows(model, device, held, away)
     if options.load:
@@ -277,11 +279,10 @@ def _write(model: Model, devices: Sequence[DevicePrecedence], options: Options, 
     transfers.add_channels(model)
     for number, device in enumerate(model.devices):
         if _tight(model.problem, number):
-            held = memory.device_memory(model, device, number)
             if options.relaxed:
-                fluid.add_fluid(model, device, held, number)
+                fluid.add_fluid(model, device, number)
             else:
-                _add_memory(model, device, held, options)
+                _add_memory(model, device, number, options)
         if options.load:
             cuts.add_load_rows(model, device)
         if options.staircase:

@@ -59,8 +59,9 @@ class DeviceMemory:
     backward: Ints
 
 
-def device_memory(model: Model, device: DeviceOrder, number: int) -> DeviceMemory:
-    """The memory of a device with a budget."""
+def device_memory(model: Model, device: DeviceOrder, number: int, *, parts: bool = False) -> DeviceMemory:
+    """The memory of a device with a budget; ``parts``: other amounts than whole transfers may leave it, so that a
+    budget between two levels is worth more than the lower one."""
     problem, table = model.problem, model.table
     stages = problem.stages
     kind, stage = (np.repeat(part, table.microbatches)[device.ops] for part in (table.kind, table.stage))
@@ -74,7 +75,8 @@ def device_memory(model: Model, device: DeviceOrder, number: int) -> DeviceMemor
     budget = problem.devices[number].memory_bytes
     assert budget is not None
     unit = math.gcd(*np.abs(weight).tolist(), *moved.tolist()) or 1
-    scale = max(1.0, budget // unit / _LARGEST_BUDGET)
+    fits = budget / unit if parts else float(budget // unit)
+    scale = max(1.0, fits / _LARGEST_BUDGET)
     microbatch = pairs % table.microbatches
 
     def places(sequence: Kind) -> Ints:
@@ -83,7 +85,7 @@ def device_memory(model: Model, device: DeviceOrder, number: int) -> DeviceMemor
 
     return DeviceMemory(
         unit=unit * scale,
-        budget=budget // unit / scale,
+        budget=fits / scale,
         kind=kind,
         weight=weight / unit / scale,
         pairs=pairs,

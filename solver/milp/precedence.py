@@ -238,10 +238,14 @@ def windows(
     else:
         head = _heads(table, devices, joined, np.zeros(n))
         tail = _tails(table, devices, joined, table.shortest.copy())
+    lower = float((head + tail).max())
+    for precedence in devices:
+        everything = np.ones((len(precedence.ops), 1), np.bool_)
+        lower = max(lower, float(_loads(head[precedence.ops], table.work[precedence.ops], everything)[0]))
     latest = upper - tail
     if (head > latest + SLACK * upper).any():
         raise Contradiction
-    return Windows(head, np.maximum(latest, head), float((head + tail).max()))
+    return Windows(head, np.maximum(latest, head), lower)
 
 
 def _heads(table: OpTable, devices: Sequence[DevicePrecedence], arcs: Arcs, start: Floats) -> Floats:
@@ -250,8 +254,8 @@ def _heads(table: OpTable, devices: Sequence[DevicePrecedence], arcs: Arcs, star
         start = _longest(start, arcs.before, arcs.after, arcs.lag)
         pushed = start.copy()
         for device in devices:
-            took = table.shortest[device.ops]
-            pushed[device.ops] = np.maximum(pushed[device.ops], _loads(start[device.ops], took, device.sure))
+            loads = _loads(start[device.ops], table.work[device.ops], device.sure)
+            pushed[device.ops] = np.maximum(pushed[device.ops], loads)
         if (pushed <= start + 1e-9).all():
             return start
         start = pushed
@@ -259,16 +263,30 @@ def _heads(table: OpTable, devices: Sequence[DevicePrecedence], arcs: Arcs, star
 
 def _tails(table: OpTable, devices: Sequence[DevicePrecedence], arcs: Arcs, rest: Floats) -> Floats:
     """Least times from an op's start to the end of everything: the same, backwards."""
+    behind = [_works_after(table, device) for device in devices]
     while True:
         rest = _longest(rest, arcs.after, arcs.before, arcs.lag)
         pushed = rest.copy()
-        for device in devices:
+        for device, after in zip(devices, behind, strict=True):
             took = table.shortest[device.ops]
-            after = _loads(rest[device.ops] - took, took, device.sure.T)
-            pushed[device.ops] = np.maximum(pushed[device.ops], took + after)
+            loads = _loads(rest[device.ops] - took, table.work[device.ops], after)
+            pushed[device.ops] = np.maximum(pushed[device.ops], took + loads)
         if (pushed <= rest + 1e-9).all():
             return rest
         rest = pushed
+
+
+def _works_after(table: OpTable, device: DevicePrecedence) -> Bools:
+    """bool (n, n): the work of op y surely comes after op x. What a W of a fused stage may be part of, its B, has to
+    come after x too."""
+    after = device.sure.T.copy()
+    place = np.full(table.num_ops, -1, np.int64)
+    place[device.ops] = np.arange(len(device.ops))
+    for s in table.fused:
+        backward, weight = place[table.ops(Kind.B, s)], place[table.ops(Kind.W, s)]
+        if backward[0] >= 0:
+            after[weight] &= after[backward]
+    return after
 
 
 def _longest(value: Floats, first: Ints, second: Ints, lag: Floats) -> Floats:
@@ -283,7 +301,8 @@ def _longest(value: Floats, first: Ints, second: Ints, lag: Floats) -> Floats:
 
 
 def _loads(head: Floats, took: Floats, sure: Bools) -> Floats:
-    """For each op y the largest over r of: r plus the work of the ops surely before y that cannot start before r."""
+    """For each op y the largest over r of: r plus the work of the ops x that cannot start before r and of which
+    ``sure[x, y]``."""
     order = np.argsort(-head, kind="stable")
     ahead = sure[order].T
     work = np.cumsum(ahead * took[order], axis=1)

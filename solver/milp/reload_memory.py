@@ -2,7 +2,8 @@
 
 The bits 'before x' of a reload x need to hold in one direction only: an F may be left out only if it starts at or
 after x; a B or W, or an O, may be counted only if it has ended. Two takes at one instant could each leave out the
-other, so one of the two bits has to say that it does not (the ``tie`` rows).
+other, so one of the two bits has to say that it does not (the ``tie`` rows). Three takes at one instant can still leave
+each other out in a circle if two of them are reloads that take no time; ``extract`` then finds no schedule.
 """
 
 from __future__ import annotations

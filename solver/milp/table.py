@@ -65,6 +65,17 @@ class OpTable:
         return self.per_op(self.base + np.minimum(self.scale, 0.0))
 
     @cached_property
+    def work(self) -> Floats:
+        """float64 (ops,): what each op takes of its device's time at least, ms, if a fused BW counts as B and, right
+        after it, the rest as W."""
+        work = self.base.copy()
+        for s in self.fused:
+            backward, weight = self.sequence[Kind.B, s], self.sequence[Kind.W, s]
+            work[backward] += min(self.scale[backward], 0.0)
+            work[weight] = max(self.scale[backward], 0.0)
+        return self.per_op(work)
+
+    @cached_property
     def longest(self) -> Floats:
         """float64 (ops,): the most that each op takes, ms."""
         return self.per_op(self.base + np.maximum(self.scale, 0.0))
