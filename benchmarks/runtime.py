@@ -1,0 +1,138 @@
+"""How good the runtime is: against its plans' clock and memory, and against torch.distributed.pipelining.
+
+    python benchmarks/runtime.py                    all tables, kept in benchmarks/results/runtime.md
+    python benchmarks/runtime.py --only clock,memory
+
+clock    stages that sleep in place of computing: the step over the plan's makespan, and what the ops' times predict
+torch    the same model, ranks and order of ops, in turns with torch's own schedules
+split    what it costs to take the weight gradients out of the backward
+memory   what is alive of an offloaded microbatch, and peaks of random plans
+
+Ratios come from one run each, and stand beside the load of the machine: on a busy one the clock says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `runtime` is the package, not this file
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread a rank: they share the cores
+
+import torch
+
+from benchmarks import backward, emulated, live, torch_schedules
+from benchmarks.tables import Cell, markdown, show, write_markdown
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Part = tuple[str, Sequence[str], list[list[Cell]], str]
+
+
+def clock(rounds: int) -> Iterator[Part]:
+    """Sleeping stages, two and four ranks."""
+    with before_others() as first:
+        rows = [row for ranks in (2, 4) for row in emulated.table(ranks, 2 * rounds)]
+    how = "ahead of other work (real-time priority)" if first else "among other work"
+    yield (
+        "The plan's clock",
+        emulated.HEADER,
+        rows,
+        f"F {emulated.FORWARD_MS:g} ms, B and W {emulated.HALF_BACKWARD_MS:g} ms each, in a V half of that a stage; "
+        f"{emulated.MICROBATCHES} microbatches. Ranks ran {how}. `over plan`: median step over makespan, in which "
+        "messages take what gloo takes for them alone; `over op times`: over the makespan with ops as long as they "
+        "were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the host "
+        "adds to an op, median.",
+    )
+
+
+def against_torch(rounds: int) -> Iterator[Part]:
+    """torch.distributed.pipelining, in turns."""
+    yield (
+        f"Against torch.distributed.pipelining {torch.__version__}",
+        torch_schedules.HEADER,
+        torch_schedules.table(rounds),
+        "GPT, 8 blocks, width 256, context 128, 8 microbatches of 4, float32, two gloo ranks of one thread. The ratio "
+        "is the median over pairs of steps, wall time of the slower rank; CPU time is the mean over ranks.",
+    )
+
+
+def split(rounds: int) -> Iterator[Part]:
+    """B and W apart."""
+    yield (
+        "The price of a split backward",
+        backward.HEADER,
+        backward.table(3 * rounds),
+        "Four blocks, width 256, one microbatch of 4 x 128, one thread.",
+    )
+
+
+def memory(rounds: int) -> Iterator[Part]:
+    """Bytes."""
+    yield "Between offload and reload", live.OFFLOADED_HEADER, live.offloaded(), ""
+    yield "Peaks", live.PEAKS_HEADER, live.peaks(50), ""
+
+
+PARTS: dict[str, Callable[[int], Iterator[Part]]] = {
+    "clock": clock,
+    "torch": against_torch,
+    "split": split,
+    "memory": memory,
+}
+
+
+@contextlib.contextmanager
+def before_others() -> Iterator[bool]:
+    """Let the ranks started inside run before other work, where the system allows it; whether it does.
+
+    A sleeping stage uses little of a core, but needs it at once when it wakes up.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (OSError, AttributeError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def load() -> str:
+    """How busy the machine is."""
+    one, five, _ = os.getloadavg()
+    return f"load {one:.1f} (five minutes: {five:.1f}) on {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="The runtime against its plans and against torch.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--only", default=",".join(PARTS), help="which tables")
+    parser.add_argument("--rounds", type=int, default=4, help="measurements of each, more for the quick ones")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    if unknown := set(wanted) - PARTS.keys():
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    begin = time.monotonic()
+    texts = [f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}.\n"]
+    for name in wanted:
+        before = load()
+        for title, header, rows, about in PARTS[name](given.rounds):
+            show(title, header, rows)
+            print(f"{before} before, {load()} after\n")
+            texts.append(f"## {title}\n\n{about}\n\n{markdown(header, rows)}\n{before} before, {load()} after.\n")
+    print(f"{time.monotonic() - begin:.0f} s in all")
+    if set(wanted) == PARTS.keys():
+        write_markdown(given.output / "runtime.md", "The runtime", texts)
+
+
+if __name__ == "__main__":
+    main()
