@@ -6,24 +6,29 @@ Exit status: 0 done; 1 a check found violations or the run failed; 2 bad input; 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from optpipe import __version__
 from optpipe.errors import Infeasible, InputError, RunFailed
-from optpipe.front import CONTEXT, Front, Number, debug_option, json_option
+from optpipe.front import (
+    CONTEXT,
+    Front,
+    Number,
+    check_output,
+    debug_option,
+    json_option,
+    plain_console,
+    print_json,
+    working,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from optpipe.plan import Plan
     from optpipe.task import Task
     from runtime.metrics_log import Step
@@ -54,40 +59,6 @@ def main() -> None:
     """  # noqa: D301 (click reads the backspace as: keep these lines apart)
 
 
-def _console(width: int = 200) -> Console:
-    """Plain output: tables take the width they need, and a narrow terminal wraps them itself."""
-    from rich.console import Console
-
-    return Console(width=width, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _working(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something long runs, on a terminal only. Yields what changes its text."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(message) as status:
-        yield lambda text: status.update(f"{message} {text}")
-
-
-def _check_output(path: str) -> None:
-    """Refuse, before anything long begins, a place where nothing can be written."""
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(path, "", "cannot be written: it is a folder")
-    if target.exists() and not target.is_file():
-        raise InputError(path, "", "cannot be written: it is no regular file")
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(path, "", f"cannot be written: no folder {target.parent} that can be written to")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, allow_nan=False))
-
-
 @command("optpipe profile configs/demo.yaml -o profile.json")
 @click.argument("config", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), default="profile.json", help="Where the profile goes.")
@@ -101,20 +72,20 @@ def profile(config: str, output: str, as_json: bool) -> None:
     from optpipe.config import Config
 
     settings = Config.read(config)
-    _check_output(output)
+    check_output(output)
     from runtime import launch, profiler
 
-    with _working("measuring") as progress:
+    with working("measuring") as progress:
         measured = profiler.profile(settings, progress)
     if not launch.is_chief():
         return
     measured.write(output)
     if as_json:
-        _print_json({"output": output, **measured.to_json()})
+        print_json({"output": output, **measured.to_json()})
         return
     from optpipe.report import profile_table
 
-    console = _console()
+    console = plain_console()
     console.print(profile_table(measured))
     for warning in measured.warnings:
         console.print(f"warning: {warning}")
@@ -146,12 +117,12 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     from optpipe.task import read_task
 
     task = read_task(task_file, profile_file)
-    _check_output(output)
+    check_output(output)
     try:
         plan = _solved(task, {name: value for name, value in options.items() if value is not None})
     except Infeasible as error:
         if as_json:
-            _print_json({"feasible": False, "message": str(error), "smallest_budget_bytes": error.smallest_budget})
+            print_json({"feasible": False, "message": str(error), "smallest_budget_bytes": error.smallest_budget})
         raise
     plan.training, plan.extra = task.training, {**task.extra, **plan.extra}
     plan.write(output)
@@ -159,9 +130,9 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     from optpipe import report
 
     if as_json:
-        _print_json({"feasible": True, "output": output, **report.summary(plan)})
+        print_json({"feasible": True, "output": output, **report.summary(plan)})
         return
-    console = _console()
+    console = plain_console()
     for line in report.facts(plan):
         console.print(line)
     console.print(report.device_table(plan))
@@ -183,7 +154,7 @@ def _solved(task: Task, given: dict[str, Any]) -> Plan:
         seed=given.get("seed", wanted.seed),
         cache=given["cache"],
     )
-    with _working("solving") as tell:
+    with working("solving") as tell:
         return run(task.problem, options, lambda now: tell(_progress_text(now)))
 
 
@@ -214,17 +185,17 @@ def compare(
 
     problem = read_task(task_file, profile_file).problem
     options = SolveOptions(objective="span" if objective == "span" else "makespan", time_limit=time_limit, seed=seed)
-    with _working("comparing") as tell:
+    with working("comparing") as tell:
         rows = run(problem, options, lambda now: tell(_progress_text(now)))
     if as_json:
         budgets = [device.memory_bytes for device in problem.devices]
-        _print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
+        print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
         return
     table = report.plain_table("schedule", "makespan ms", "bubble", "fullest device", "offloaded", "usable")
     table.columns[-1].justify = "left"
     for row in rows:
         table.add_row(row.name, *report.figures(problem, row.measured), row.why_not or "yes")
-    _console().print(table)
+    plain_console().print(table)
 
 
 @command("optpipe check plan.json --jitter 100")
@@ -249,7 +220,7 @@ def check(plan_file: str, jitter: int, seed: int, as_json: bool) -> None:
     replays = 0 if violations else jitter
     violations += check_replays(plan.problem, plan.ops, replays, seed) if replays else []
     if as_json:
-        _print_json({"valid": not violations, "violations": violations, "replays": replays, **report.summary(plan)})
+        print_json({"valid": not violations, "violations": violations, "replays": replays, **report.summary(plan)})
     else:
         for line in violations or report.facts(plan):
             click.echo(line)
@@ -285,7 +256,7 @@ def show(
 
     plan = Plan.read(plan_file)
     if as_json:
-        _print_json(report.summary(plan))
+        print_json(report.summary(plan))
         return
     for option, chosen, count in (
         ("--device", devices, plan.problem.num_devices),
@@ -293,7 +264,7 @@ def show(
     ):
         if chosen and max(chosen) >= count:
             raise InputError(option, "", f"{max(chosen)} does not exist in {plan_file}, expected 0 to {count - 1}")
-    console = _console(width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else 100))
+    console = plain_console(width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else 100))
     ascii_only |= not console.encoding.lower().startswith("utf")
     try:
         chart = draw.gantt(
@@ -348,9 +319,9 @@ def train(plan_file: str, config: str | None, steps: int | None, resume: str | N
     if not launch.is_chief():
         return
     if as_json:
-        _print_json(summary.to_json())
+        print_json(summary.to_json())
         return
-    console = _console()
+    console = plain_console()
     console.print(report.run_table(summary.to_json()))
     if summary.checkpoint:
         console.print(f"checkpoint in {summary.checkpoint}")
@@ -371,7 +342,7 @@ def cache(action: str, as_json: bool) -> None:
     if action == "clear":
         count = store.clear()
         if as_json:
-            _print_json({"folder": str(store.folder), "removed": count})
+            print_json({"folder": str(store.folder), "removed": count})
         else:
             click.echo(f"{count} schedule{'' if count == 1 else 's'} removed from {store.folder}")
         return
@@ -379,7 +350,7 @@ def cache(action: str, as_json: bool) -> None:
     if as_json:
         keys = ("name", "stages", "devices", "microbatches", "objective", "makespan_ms", "method", "size")
         rows = [{"file": entry.path.name, **{key: getattr(entry, key) for key in keys}} for entry in entries]
-        _print_json({"folder": str(store.folder), "entries": rows})
+        print_json({"folder": str(store.folder), "entries": rows})
         return
     from optpipe import report
 
@@ -388,7 +359,7 @@ def cache(action: str, as_json: bool) -> None:
         for e in entries:
             shape = (str(e.stages), str(e.microbatches), e.objective, f"{e.makespan_ms:.6g}", e.method)
             table.add_row(e.name, *shape, report.size_text(e.size))
-        _console().print(table)
+        plain_console().print(table)
     click.echo(f"{len(entries)} schedule{'' if len(entries) == 1 else 's'} in {store.folder}")
 
 

@@ -1,17 +1,24 @@
-"""The frame of the command line: errors as one line with the exit status of their kind, and shared options."""
+"""The frame of the command line: errors as one line with the exit status of their kind, shared options, and ways to
+print."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 _DEBUG = "optpipe.debug"
@@ -106,3 +113,38 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+def plain_console(width: int = 200) -> Console:
+    """Plain output: tables take the width they need, and a narrow terminal wraps them itself."""
+    from rich.console import Console
+
+    return Console(width=width, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def working(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something long runs, on a terminal only. Yields what changes its text."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message) as status:
+        yield lambda text: status.update(f"{message} {text}")
+
+
+def check_output(path: str) -> None:
+    """Refuse, before anything long begins, a place where nothing can be written."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(path, "", "cannot be written: it is a folder")
+    if target.exists() and not target.is_file():
+        raise InputError(path, "", "cannot be written: it is no regular file")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(path, "", f"cannot be written: no folder {target.parent} that can be written to")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one line of JSON."""
+    click.echo(json.dumps(value, allow_nan=False))
