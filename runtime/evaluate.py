@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime import gather
-from runtime.transport import TensorSpec
+from runtime.boundary import Boundary, spec_of
 
 #: Apart from the tags of a training step.
 _TAG = 1 << 30
@@ -26,7 +26,7 @@ _TAG = 1 << 30
 def loss(
     stages: Mapping[int, nn.Module],
     stage_ranks: Sequence[int],
-    boundaries: Sequence[TensorSpec],
+    boundaries: Sequence[Boundary],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     tokens: Tensor,
     targets: Tensor,
@@ -63,7 +63,7 @@ def loss(
             if number == 0:
                 here = x.to(device)
             elif stage_ranks[number - 1] != rank:
-                spec = boundaries[number - 1]
+                spec = spec_of(boundaries[number - 1], 0)
                 here = torch.empty(spec.shape, dtype=spec.dtype, device=device)
                 dist.recv(here, stage_ranks[number - 1], tag=_TAG)
             assert here is not None

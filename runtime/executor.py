@@ -13,11 +13,11 @@ meanwhile. On CUDA the host only enqueues; the waits below are then between stre
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe import memory
@@ -25,17 +25,21 @@ from optpipe.errors import InputError, RunFailed
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.verify import verify
+from runtime import checks
 from runtime import program as programs
+from runtime import result as results
 from runtime.accounting import Ledger
+from runtime.boundary import Boundary, TensorSpec, most_bytes
 from runtime.channel import HostPool, copy_lane
 from runtime.events import Event, Failure, PeerLost, clock
+from runtime.gradients import GradientSync
 from runtime.nccl import NcclTransport
 from runtime.program import Compute, Move
-from runtime.result import OpRecord, StepResult
+from runtime.result import Mark, OpRecord, StepResult
 from runtime.stage import LossFn, Stage, dropout_seed, own_random_numbers
-from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport, TensorSpec
+from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport
 
-__all__ = ["Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
+__all__ = ["Boundary", "Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
 
 #: Called in an op's lane as the op begins, with its kind, stage and microbatch: for tests and emulation.
 BeforeOp = Callable[[Kind, int, int], None]
@@ -54,9 +58,11 @@ class Executor:
         This rank's stages by number: modules that take one tensor and give one. Linear and Embedding layers in them
         are converted in place to defer their weight gradients, BatchNorm layers to move their averages once a step.
     boundaries
-        ``boundaries[s]``: what stage s hands to s+1; S - 1 entries.
+        ``boundaries[s]``: what stage s hands to s+1; S - 1 entries. A batch that does not divide evenly has an entry a
+        microbatch in place of each (``boundary.uneven``).
     loss_fn
-        ``loss_fn(output, target)``: the scalar loss of one microbatch; the step's is the mean over microbatches.
+        ``loss_fn(output, target)``: the scalar loss of one microbatch; the step's is the mean over microbatches, or
+        their sum over the ``denominator`` that ``step`` is given.
     device
         Where the stages live.
     ranks
@@ -67,6 +73,8 @@ class Executor:
         Of random numbers: each (step, stage, microbatch) has a seed of its own, so any order gives the same numbers.
     timeout_s
         A wait for another rank that takes longer ends the run.
+    syncs
+        What gradients go through before ``step`` returns, in this order: ``gradients``, ``data_parallel``.
     before_op
         Called in the op's lane as the op begins (transfers: on CPU only).
 
@@ -80,7 +88,7 @@ class Executor:
         self,
         plan: Plan,
         stages: Mapping[int, nn.Module],
-        boundaries: Sequence[TensorSpec],
+        boundaries: Sequence[Boundary],
         loss_fn: LossFn,
         *,
         device: torch.device | str = "cpu",
@@ -88,18 +96,19 @@ class Executor:
         bandwidth: tuple[float | None, float | None] = (None, None),
         seed: int = 0,
         timeout_s: float = 300.0,
+        syncs: Sequence[GradientSync] = (),
         before_op: BeforeOp | None = None,
     ) -> None:
         problem = plan.problem
         if violations := verify(problem, plan.ops):
             raise InputError("", "ops", f"{violations[0]}, expected a valid plan")
-        self.plan, self.device = plan, _with_index(torch.device(device))
+        self.plan, self.device = plan, checks.with_index(torch.device(device))
         self._ranks = list(range(problem.num_devices)) if ranks is None else list(ranks)
-        self._number = _own_device(self._ranks)
+        self._number = checks.own_device(self._ranks)
         self._boundaries = list(boundaries)
-        self._check_parts(stages)
-        self._seed, self._before_op = seed, before_op
-        self.program = programs.build(plan, self._number, [spec.nbytes for spec in boundaries])
+        checks.check_parts(problem, self._number, self._ranks, stages, self._boundaries)
+        self._seed, self._before_op, self._syncs = seed, before_op, list(syncs)
+        self.program = programs.build(plan, self._number, [most_bytes(boundary) for boundary in self._boundaries])
         self.ledger, self.failure = Ledger(), Failure()
         self.pool = HostPool(pinned=self.device.type == "cuda")
         self._stages = {
@@ -128,18 +137,37 @@ class Executor:
         return self.program.message_bytes
 
     def step(
-        self, inputs: Sequence[Tensor] | None = None, targets: Sequence[Tensor] | None = None, *, number: int = 0
+        self,
+        inputs: Sequence[Tensor] | None = None,
+        targets: Sequence[Tensor] | None = None,
+        *,
+        number: int = 0,
+        denominator: float | None = None,
+        first_microbatch: int = 0,
+        is_last: bool = True,
     ) -> StepResult:
-        """One step: gradients are added to ``.grad`` of the stages' parameters; no optimiser runs.
+        """One run of the plan: gradients are added to ``.grad`` of the stages' parameters; no optimiser runs.
+
+        Several runs may make one step of the optimiser (gradient accumulation): each but the last with ``is_last``
+        False, each with the number of microbatches before it, and all with a denominator that counts all of them.
 
         Parameters
         ----------
         inputs
-            One tensor a microbatch, all of one shape, on the rank that holds stage 0; not used elsewhere.
+            One tensor a microbatch, on the rank that holds stage 0; not used elsewhere. All of one shape, unless the
+            boundaries are given for each microbatch.
         targets
             One tensor a microbatch, on the rank that holds the last stage; not used elsewhere.
         number
             The step's number, for the seeds.
+        denominator
+            What the sum of the microbatches' losses is divided by; default: their number. With a loss that sums over
+            tokens and the number of tokens that count in the whole batch here, gradients do not depend on how the batch
+            is cut, whichever tokens the loss ignores.
+        first_microbatch
+            How many microbatches of the same step came before these, for the seeds.
+        is_last
+            The last run of the step: gradients go through the syncs, and BatchNorm moves its averages.
 
         Raises
         ------
@@ -150,11 +178,16 @@ class Executor:
         """
         self.failure.check()
         inputs, targets = self._batch(inputs, targets)
+        for sync in self._syncs:
+            sync.begin()
         for stage in self._stages.values():
-            stage.begin([*inputs, *targets])
+            stage.begin([*inputs, *targets], denominator)
         self.ledger.reset_peaks()
         self.pool.reset_peak()
-        self._run = run = _Run(inputs, targets, number)
+        self._run = run = _Run(inputs, targets, number, first_microbatch)
+        run.backwards_left = (
+            Counter(dict.fromkeys(self._stages, self.plan.problem.num_microbatches)) if is_last else Counter()
+        )
         run.clock = clock(self.device)
         run.origin = time.perf_counter()
         try:
@@ -170,7 +203,10 @@ class Executor:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             for stage in self._stages.values():
-                stage.finish()
+                stage.finish(is_last=is_last)
+            run.doing = "gradients between ranks"
+            for sync in self._syncs if is_last else ():
+                sync.finish()
         except BaseException as error:
             self.failure.report(error, run.doing)
             self._transport.abort()
@@ -221,22 +257,32 @@ class Executor:
         del parcel
         waits = (0.0, 0.0) if self.device.type == "cuda" else ((ready - begin) * 1e3, (here - ready) * 1e3)
         used = 0.0 if self.device.type == "cuda" else (time.thread_time() - cpu) * 1e3
-        run.marks.append((item, start, run.clock.mark(), used, waits))
+        run.marks.append(Mark(item, start, run.clock.mark(), used, *waits))
         if output is not None and item.gives is not None:
             self._transport.give(item.gives, output)
+        if kind in (Kind.W, Kind.BW):
+            self._count_backward(item.stage)
+
+    def _count_backward(self, stage: int) -> None:
+        """The stage has the weight gradients of one more microbatch; after the last one they may travel."""
+        left = self._run.backwards_left
+        left[stage] -= 1
+        if left[stage] == 0:
+            for sync in self._syncs:
+                sync.ready(stage)
 
     def _do(self, item: Compute, parcel: Parcel | None) -> Parcel | None:
         """Run the op; what it gives to a neighbouring stage."""
         stage, kind, microbatch, run = self._stages[item.stage], item.kind, item.microbatch, self._run
         if kind == Kind.F:
             target = run.targets[microbatch] if stage.is_last else None
-            seed = dropout_seed(self._seed, run.number, item.stage, microbatch)
+            seed = dropout_seed(self._seed, run.number, item.stage, run.first_microbatch + microbatch)
             x = run.inputs[microbatch] if parcel is None else parcel
             pair = item.stage, microbatch
             split, recomputed = pair in self.program.split, pair in self.program.recomputed
             output = stage.forward(microbatch, x, target, seed, split=split, recomputed=recomputed)
             if isinstance(output, Parcel):
-                self._check_output(item.stage, output.tensor)
+                checks.check_output(item.stage, microbatch, output.tensor, self._boundaries[item.stage])
                 return output
             run.losses[microbatch] = output
         elif kind == Kind.C:
@@ -262,21 +308,10 @@ class Executor:
         run.moves[label] = item
 
     def _result(self, run: _Run) -> StepResult:
-        seconds, origin = run.clock.seconds, run.origin
-        step_ms = (time.perf_counter() - origin) * 1e3
-        records = [
-            OpRecord(
-                item.kind,
-                item.stage,
-                item.microbatch,
-                (seconds(start) - origin) * 1e3,
-                (seconds(end) - origin) * 1e3,
-                cpu,
-                *waits,
-            )
-            for item, start, end, cpu, waits in run.marks
-        ]
-        records += self._transfer_records(run)
+        step_ms = (time.perf_counter() - run.origin) * 1e3
+        records = results.of_compute(run.marks, run.clock, run.origin)
+        for lane in set(self._lanes.values()):
+            records += results.of_transfers(lane.take_log(run.clock), run.moves, run.origin)
         loss = None
         if self._holds_last:
             # In ascending order, whatever the order of the ops: the same sum as in one process.
@@ -290,68 +325,23 @@ class Executor:
             self.ledger.message_peak,
             self.pool.peak,
             tuple(sorted(records, key=lambda record: (record.start, record.end))),
-            origin,
+            run.origin,
             step_ms,
         )
-
-    def _transfer_records(self, run: _Run) -> list[OpRecord]:
-        """From the lanes' logs: a lane does its transfers in the order in which it was given them."""
-        records = []
-        for lane in set(self._lanes.values()):
-            free = run.origin
-            for transfer in lane.take_log(run.clock):
-                item = run.moves[transfer.label]
-                records.append(
-                    OpRecord(
-                        item.kind,
-                        item.stage,
-                        item.microbatch,
-                        (transfer.start - run.origin) * 1e3,
-                        (transfer.end - run.origin) * 1e3,
-                        cpu_ms=transfer.cpu_s * 1e3,
-                        memory_wait_ms=max(transfer.ready - max(free, transfer.submitted), 0.0) * 1e3,
-                        bytes=transfer.nbytes,
-                        late_ms=transfer.late_s * 1e3,
-                    )
-                )
-                free = transfer.end
-        return records
 
     @property
     def _holds_last(self) -> bool:
         return self.plan.problem.num_stages - 1 in self._stages
 
-    def _check_parts(self, stages: Mapping[int, nn.Module]) -> None:
-        problem = self.plan.problem
-        if len(self._ranks) != problem.num_devices:
-            raise InputError("", "ranks", f"has {len(self._ranks)} entries, expected {problem.num_devices}")
-        expected = problem.stages_of[self._number]
-        if tuple(sorted(stages)) != expected:
-            raise InputError("", "stages", f"are {sorted(stages)}, expected {list(expected)}: those of this device")
-        if len(self._boundaries) != problem.num_stages - 1:
-            raise InputError(
-                "", "boundaries", f"has {len(self._boundaries)} entries, expected {problem.num_stages - 1}"
-            )
-
-    def _check_output(self, stage: int, output: Tensor) -> None:
-        expected = self._boundaries[stage]
-        if output.shape != expected.shape or output.dtype != expected.dtype:
-            got = TensorSpec(tuple(output.shape), output.dtype)
-            # Between ranks a wrong size would end in a crash without a word.
-            raise RunFailed(f"stage {stage} gave {got}, expected {expected}")
-
     def _batch(
         self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        count = self.plan.problem.num_microbatches
-        batch = []
+        """What of the batch this rank uses."""
+        count, batch = self.plan.problem.num_microbatches, []
         for name, needed, tensors in (("inputs", 0 in self._stages, inputs), ("targets", self._holds_last, targets)):
-            given = list(tensors) if needed and tensors is not None else []
-            if needed and len(given) != count:
-                raise InputError("", name, f"has {len(given)} microbatches, expected {count}")
-            if any(tensor.shape != given[0].shape for tensor in given):
-                raise InputError("", name, "has microbatches of different shapes, expected one shape")
-            batch.append(given)
+            if needed:
+                checks.check_batch(name, tensors, count, self._boundaries)
+            batch.append(list(tensors or []) if needed else [])
         return batch[0], batch[1]
 
     def _connect(self, timeout_s: float) -> LocalTransport:
@@ -371,27 +361,17 @@ class Executor:
 
 
 class _Run:
-    """What belongs to one step only."""
+    """What belongs to one run of the plan only."""
 
-    def __init__(self, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] = (), number: int = 0) -> None:
-        self.inputs, self.targets, self.number = inputs, targets, number
+    def __init__(
+        self, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] = (), number: int = 0, first_microbatch: int = 0
+    ) -> None:
+        self.inputs, self.targets, self.number, self.first_microbatch = inputs, targets, number, first_microbatch
         self.clock: Any = None
         self.origin = 0.0
         self.doing = ""
         self.transfers: dict[int, Event] = {}
         self.moves: dict[str, Move] = {}
         self.losses: dict[int, Tensor] = {}
-        self.marks: list[tuple[Compute, Any, Any, float, tuple[float, float]]] = []
-
-
-def _own_device(ranks: Sequence[int]) -> int:
-    """The plan's device that this process runs."""
-    own = dist.get_rank() if dist.is_available() and dist.is_initialized() else ranks[0]
-    if own not in ranks:
-        raise InputError("", "ranks", f"are {list(ranks)}, expected this rank, {own}, among them")
-    return list(ranks).index(own)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """``cuda`` as ``cuda:0``, or whichever is current: as tensors name their device."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+        self.marks: list[Mark] = []
+        self.backwards_left: Counter[int] = Counter()

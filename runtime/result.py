@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from optpipe.ops import Kind
+from runtime.channel import Transfer
+from runtime.events import Clock
+from runtime.program import Compute, Move
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,53 @@ class StepResult:
     ops: tuple[OpRecord, ...]
     origin: float
     step_ms: float
+
+
+class Mark(NamedTuple):
+    """A compute op as the host saw it: two marks of the step's clock, CPU time and waits in ms."""
+
+    item: Compute
+    start: Any
+    end: Any
+    cpu_ms: float
+    memory_wait_ms: float
+    message_wait_ms: float
+
+
+def of_compute(marks: Sequence[Mark], clock: Clock, origin: float) -> list[OpRecord]:
+    """The records of compute ops; ``origin``: the start of the step, s."""
+    return [
+        OpRecord(
+            mark.item.kind,
+            mark.item.stage,
+            mark.item.microbatch,
+            (clock.seconds(mark.start) - origin) * 1e3,
+            (clock.seconds(mark.end) - origin) * 1e3,
+            mark.cpu_ms,
+            mark.memory_wait_ms,
+            mark.message_wait_ms,
+        )
+        for mark in marks
+    ]
+
+
+def of_transfers(log: Sequence[Transfer], moves: Mapping[str, Move], origin: float) -> list[OpRecord]:
+    """The records of one lane's transfers, which it does in the order in which it was given them."""
+    records, free = [], origin
+    for transfer in log:
+        item = moves[transfer.label]
+        records.append(
+            OpRecord(
+                item.kind,
+                item.stage,
+                item.microbatch,
+                (transfer.start - origin) * 1e3,
+                (transfer.end - origin) * 1e3,
+                cpu_ms=transfer.cpu_s * 1e3,
+                memory_wait_ms=max(transfer.ready - max(free, transfer.submitted), 0.0) * 1e3,
+                bytes=transfer.nbytes,
+                late_ms=transfer.late_s * 1e3,
+            )
+        )
+        free = transfer.end
+    return records

@@ -97,7 +97,7 @@ class Stage:
     loss_fn
         Of the last stage: (output, target) to the loss of a microbatch.
     num_microbatches
-        The step's loss is the mean over this many.
+        What the sum of their losses is divided by, unless ``begin`` says otherwise.
     device
         Where the module lives.
     ledger, pool
@@ -114,6 +114,7 @@ class Stage:
     pool: HostPool
     _skip: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _changes_input: bool = True  # until a forward has shown that it does not
+    _denominator: float = 1.0
     _under_way: dict[int, _Microbatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,16 +129,18 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    def begin(self, batch: list[Tensor]) -> None:
-        """Before a step: the tensors of its batch, which are no activations."""
+    def begin(self, batch: list[Tensor], denominator: float | None = None) -> None:
+        """Before a step: the tensors of its batch, which are no activations, and what its losses are divided by."""
+        self._denominator = float(self.num_microbatches) if denominator is None else denominator
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
         parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
         self._skip = storages([*(tensor for part in parts for tensor in _constants(part)), *batch])
         self._under_way.clear()
 
-    def finish(self) -> None:
-        """After a step."""
-        batch_norm.move_averages(self.module)
+    def finish(self, *, is_last: bool = True) -> None:
+        """After a run of the plan; ``is_last``: the last one of the optimiser's step."""
+        if is_last:
+            batch_norm.move_averages(self.module)
         self._skip = {}
 
     def forward(
@@ -224,7 +227,7 @@ class Stage:
                 raise RunFailed(f"stage {self.index} gave a {type(output).__name__}, expected one tensor")
             if self.is_last:
                 assert state.target is not None
-                output = self.loss_fn(output, state.target) / self.num_microbatches
+                output = self.loss_fn(output, state.target) / self._denominator
                 if output.numel() != 1:
                     raise RunFailed(f"the loss has shape {tuple(output.shape)}, expected one number")
                 output = output.reshape(())

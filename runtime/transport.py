@@ -20,7 +20,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,27 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.accounting import Hold, Ledger
+from runtime.boundary import Boundary, TensorSpec, spec_of
 from runtime.events import CpuEvent, Event, Failure, PeerLost
 from runtime.program import UNSENT_GRADIENTS, Link, Message, Program
 
 _JOIN_S = 10.0  # for a link's thread to end
 _ABORT_TAG = (1 << 30) + 1  # that nothing is ever sent with
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of what a stage hands to the next one, per microbatch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of such a tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
 
 
 class Parcel(NamedTuple):
@@ -113,7 +97,7 @@ class RankTransport(LocalTransport):
         self,
         program: Program,
         device_of_stage: Sequence[int],
-        boundaries: Sequence[TensorSpec],
+        boundaries: Sequence[Boundary],
         device: torch.device,
         ledger: Ledger,
         failure: Failure,
@@ -136,7 +120,7 @@ class RankTransport(LocalTransport):
         return None if sender == receiver else Link(sender, receiver, message.gradient)
 
     def _spec(self, message: Message) -> TensorSpec:
-        return self._specs[message.stage if message.gradient else message.stage - 1]
+        return spec_of(self._specs[message.stage if message.gradient else message.stage - 1], message.microbatch)
 
     def post(self, messages: Sequence[Message]) -> None:
         for message in messages:
