@@ -14,8 +14,8 @@ import numpy as np
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
 from solver.list_scheduler.events import run
+from solver.list_scheduler.records import State
 from solver.list_scheduler.rule import KEEP, OFFLOAD, ON_DEMAND, RECOMPUTE, UNBOUNDED, Rule, backward_first, ramp
-from solver.list_scheduler.state import State
 from solver.tables import Tables, tables, with_parts
 
 __all__ = [
@@ -57,7 +57,7 @@ def list_schedule(problem: Problem, rule: Rule, parts: Sequence[float] | None = 
 
 def makespan(state: State) -> float:
     """First start to last end in ms. (The first F of stage 0 starts at 0.)"""
-    return max(state.busy)
+    return float(max(state.busy))
 
 
 def to_ops(tab: Tables, rule: Rule, state: State) -> Ops:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop
 from typing import Any
 
 from optpipe.ops import Kind
-from solver.compiled import COMPILED, column, compiled
+from solver.compiled import compiled
 from solver.list_scheduler.compute import start_compute
 from solver.list_scheduler.memory_rule import at_rest
-from solver.list_scheduler.rule import RECOMPUTE, Rule, Steering
-from solver.list_scheduler.state import ASK, AWAY, RESIDENT, State, fresh
-from solver.list_scheduler.transfers import start_transfers
+from solver.list_scheduler.records import AWAY, RESIDENT, Cell, DeviceRow, Frame, StageRow, State, fresh, outcome
+from solver.list_scheduler.rule import RECOMPUTE, Rule
+from solver.list_scheduler.transfers import ASK, start_transfers
 from solver.tables import Tables
 
 #: Instants closer than this, as a part of the longest op, are one.
@@ -33,11 +34,9 @@ def run(tab: Tables, rule: Rule) -> State | None:
     if not all(_holds_one(tab, rule, d) for d in range(tab.D)):
         return None
     eps = _EPS * max(map(max, (tab.forward, tab.backward, tab.weight, tab.fused, tab.offload, tab.reload)))
-    moves = [0] * tab.D
-    for s in range(tab.S):
-        moves[tab.device[s]] |= tab.movable[s] > 0
-    state = fresh(tab)
-    _loop(_columns(tab), rule.steering(), state, column(moves, int), eps)
+    records = fresh(tab, rule, eps)
+    _loop(*records)
+    state = outcome(records)
     if min(state.b_start) < 0:
         raise AssertionError("the memory rule let a list schedule run into a dead end")
     return state
@@ -57,75 +56,90 @@ def _holds_one(tab: Tables, rule: Rule, d: int) -> bool:
     return True
 
 
-def _columns(tab: Tables) -> Tables:
-    """The tables as the compiled loop reads them."""
-    if not COMPILED:
-        return tab
-    floats = {"forward", "backward", "weight", "fused", "offload", "reload", "comm"}
-    return tab._replace(
-        **{
-            name: column(value, float if name in floats else int)
-            for name, value in zip(Tables._fields, tab, strict=True)
-            if isinstance(value, list)
-        }
-    )
-
-
 @compiled
-def _loop(tab: Tables, rule: Steering, state: State, moves: Any, eps: float) -> None:
+def _loop(
+    frames: Sequence[Frame],
+    cells: Sequence[Cell],
+    stages: Sequence[StageRow],
+    devices: Sequence[DeviceRow],
+    lists: Any,
+    channels: Any,
+) -> None:
     """Until nothing happens any more."""
-    n = tab.S * tab.m
-    heap = [(0.0, ASK * n + d) for d in range(tab.D)]
+    frame = frames[0]
+    n, eps = frame.n, frame.eps
+    heap = [(0.0, ASK * n + d) for d in range(len(devices))]
+    asked, movers = [0 for _ in range(0)], [0 for _ in range(0)]
     while len(heap) > 0:
         now = heap[0][0]
-        awake = [0 for _ in range(0)]
+        asked.clear()
+        movers.clear()
         while len(heap) > 0 and heap[0][0] <= now + eps:
             kind, k = divmod(heappop(heap)[1], n)
             if kind == ASK:
-                awake.append(k)
+                if not devices[k].awake:
+                    devices[k].awake = 1
+                    asked.append(k)
             else:
-                _finish(tab, rule, state, kind, k, awake)
-        devices = sorted(set(awake)) if len(awake) > 1 else awake
-        movers = [d for d in devices if moves[d]]
+                _finish(frame, cells[k], stages, devices, lists, kind, k // frame.m, asked)
+        if len(asked) > 1:
+            asked.sort()
+        for d in asked:
+            devices[d].awake = 0
+            if devices[d].moves:
+                movers.append(d)
         if len(movers) > 0:
-            start_transfers(tab, rule, state, heap, movers, now, eps)
-        for d in devices:
-            if state.busy[d] <= now + eps:
-                start_compute(tab, rule, state, heap, d, now, eps)
+            start_transfers(frame, cells, stages, devices, lists, channels, heap, movers, now)
+        for d in asked:
+            if devices[d].busy <= now + eps:
+                start_compute(frame, cells, stages, devices, lists, heap, d, now)
 
 
 @compiled
-def _finish(tab: Tables, rule: Steering, state: State, kind: int, k: int, awake: list[int]) -> None:
+def _finish(
+    frame: Frame,
+    cell: Cell,
+    stages: Sequence[StageRow],
+    devices: Sequence[DeviceRow],
+    lists: Any,
+    kind: int,
+    s: int,
+    asked: list[int],
+) -> None:
     """Book the end of an op: memory that it gives back, where the activations are now, whom to ask again."""
-    s = k // tab.m
-    d = tab.device[s]
-    freed, before, after = 0, at_rest(tab, rule, state, s, k), 0
+    stage = stages[s]
+    device = devices[stage.device]
+    freed, before, after = 0, at_rest(frame, stage, cell), 0
     if kind == _F:
-        state.phase[k] = RESIDENT
-        if rule.treatment[k] == RECOMPUTE:
-            state.phase[k] = AWAY
-            freed = tab.dropped[s]
+        cell.phase = RESIDENT
+        if cell.treatment == RECOMPUTE:
+            cell.phase = AWAY
+            freed = stage.dropped
     elif kind == _B:
-        state.b_done[s] += 1
-        freed = tab.activation[s] - tab.context[s]
+        stage.b_done += 1
+        freed = stage.activation - stage.context
     elif kind == _BW:
-        state.b_done[s] += 1
-        freed = tab.activation[s]
+        stage.b_done += 1
+        freed = stage.activation
     elif kind == _W:
-        freed = tab.context[s]
+        freed = stage.context
     elif kind == _O:
-        state.phase[k] = AWAY
-        freed = tab.movable[s]
+        cell.phase = AWAY
+        freed = stage.movable
     else:  # C, R
-        state.phase[k] = RESIDENT
+        cell.phase = RESIDENT
     if kind == _W:
         before = 0
     elif kind not in (_B, _BW):
-        after = at_rest(tab, rule, state, s, k)
-    state.level[d] -= freed
-    state.floor[d] -= before - after
+        after = at_rest(frame, stage, cell)
+    device.level -= freed
+    device.floor -= before - after
     if kind in (_O, _R):
-        for x in range(tab.peer_ptr[d], tab.peer_ptr[d + 1]):
-            awake.append(tab.peer_list[x])
-    else:
-        awake.append(d)
+        for x in range(device.peers, device.peers_end):
+            peer = lists[x]
+            if not devices[peer].awake:
+                devices[peer].awake = 1
+                asked.append(peer)
+    elif not device.awake:
+        device.awake = 1
+        asked.append(stage.device)

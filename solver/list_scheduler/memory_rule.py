@@ -19,38 +19,52 @@ With ``evict`` that works down to the smallest budgets for which there is any sc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from solver.compiled import compiled
-from solver.list_scheduler.rule import RECOMPUTE, Steering
-from solver.list_scheduler.state import AWAY, State
-from solver.tables import Tables
+from solver.list_scheduler.records import AWAY, Cell, DeviceRow, Frame, StageRow
+from solver.list_scheduler.rule import RECOMPUTE
 
 
 @compiled
-def rest(tab: Tables, rule: Steering, s: int, k: int) -> int:
-    """Bytes of stage ``s`` and microbatch ``k - s m`` that are sure to stay between F and B, as the rule goes."""
-    if rule.treatment[k] == RECOMPUTE:
-        return tab.activation[s] - tab.dropped[s] if rule.evict else tab.activation[s]
-    return tab.activation[s] - tab.movable[s] if rule.evict else tab.activation[s]
+def rest(frame: Frame, stage: StageRow, cell: Cell) -> int:
+    """Bytes that are sure to stay between F and B, as the rule goes."""
+    if not frame.evict:
+        return stage.activation
+    if cell.treatment == RECOMPUTE:
+        return stage.activation - stage.dropped
+    return stage.activation - stage.movable
 
 
 @compiled
-def at_rest(tab: Tables, rule: Steering, run: State, s: int, k: int) -> int:
+def at_rest(frame: Frame, stage: StageRow, cell: Cell) -> int:
     """The same as things stand: once they are away they count as such, once they are back they stay."""
-    if run.r_start[k] >= 0 or run.c_start[k] >= 0:
-        return tab.activation[s]
-    if run.phase[k] == AWAY:
-        return tab.activation[s] - (tab.dropped[s] if rule.treatment[k] == RECOMPUTE else tab.movable[s])
-    return rest(tab, rule, s, k)
+    if cell.r_start >= 0 or cell.c_start >= 0:
+        return stage.activation
+    if cell.phase == AWAY:
+        return stage.activation - (stage.dropped if cell.treatment == RECOMPUTE else stage.movable)
+    return rest(frame, stage, cell)
 
 
 @compiled
-def may_take(tab: Tables, rule: Steering, run: State, s: int, j: int, amount: int, is_forward: bool) -> bool:
-    """Whether stage ``s`` may take ``amount`` bytes for the F (or else the R or C) of microbatch ``j`` now.
+def may_take(
+    frame: Frame,
+    cells: Sequence[Cell],
+    stages: Sequence[StageRow],
+    device: DeviceRow,
+    lists: Any,
+    s: int,
+    j: int,
+    amount: int,
+    is_forward: bool,
+) -> bool:
+    """Whether stage ``s`` of the device may take ``amount`` bytes for the F (or else the R or C) of microbatch ``j``.
 
     Parameters
     ----------
-    tab, rule, run
-        The problem, the rule and where the schedule stands.
+    frame, cells, stages, device, lists
+        Where the schedule stands.
     s, j
         Stage and microbatch.
     amount
@@ -58,44 +72,43 @@ def may_take(tab: Tables, rule: Steering, run: State, s: int, j: int, amount: in
     is_forward
         True for an F; False for an R or a C.
     """
-    d = tab.device[s]
-    if run.level[d] + amount > tab.budget[d]:
+    if device.level + amount > device.budget:
         return False
-    free = tab.budget[d] - run.floor[d] - (rest(tab, rule, s, s * tab.m + j) if is_forward else amount)
+    m = frame.m
+    taken = rest(frame, stages[s], cells[s * m + j]) if is_forward else amount
+    free = device.budget - device.floor - taken
     if free < 0:
         return False
-    if free >= tab.whole[d]:
+    if free >= device.whole:
         return True
-    held_stages = tab.stage_list[tab.stage_ptr[d] : tab.stage_ptr[d + 1]]
-    m, f_count, b_done = tab.m, run.f_count, run.b_done
     oldest, newest = m, 0
-    for z in held_stages:
-        if b_done[z] < oldest:
-            oldest = b_done[z]
-        started = f_count[z] + 1 if is_forward and z == s else f_count[z]
-        if started > newest:
-            newest = started
+    for x in range(device.stages, device.stages_end):
+        z = lists[x]
+        oldest = min(oldest, stages[z].b_done)
+        started = stages[z].f_count + 1 if is_forward and z == s else stages[z].f_count
+        newest = max(newest, started)
     for i in range(oldest, newest):
         below, peak, holds = 0, 0, 0
-        for z in held_stages:
-            if b_done[z] > i:
+        for x in range(device.stages, device.stages_end):
+            z = lists[x]
+            stage = stages[z]
+            if stage.b_done > i:
                 continue
-            k = z * m + i
+            cell = cells[z * m + i]
             taking = z == s and i == j
             if taking and not is_forward:
-                stays = tab.activation[z]
-            elif i < f_count[z]:
-                stays = at_rest(tab, rule, run, z, k)
+                stays = stage.activation
+            elif i < stage.f_count:
+                stays = at_rest(frame, stage, cell)
             else:
-                stays = rest(tab, rule, z, k)
-            if i < f_count[z] or taking:
+                stays = rest(frame, stage, cell)
+            if i < stage.f_count or taking:
                 holds += stays
-            if below + tab.activation[z] > peak:
-                peak = below + tab.activation[z]
+            peak = max(peak, below + stage.activation)
             below += stays
         if peak - holds > free:
             return False
         free += holds
-        if free >= tab.whole[d]:
+        if free >= device.whole:
             return True
     return True

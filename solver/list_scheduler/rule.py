@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
 
-from solver.compiled import column
 from solver.tables import Paths, Tables
 
 #: What becomes of one microbatch's activations of one stage between F and B.
@@ -79,37 +77,6 @@ class Rule:
     def but(self, **changes: object) -> Rule:
         """A copy with some parts exchanged (the others are shared, so exchange a list, do not change it)."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-    def steering(self) -> Steering:
-        """The rule as the scheduler reads it."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, list):
-                values[name] = column(value, float if name.endswith("_key") else int)
-        return Steering(**values)
-
-
-class Steering(NamedTuple):
-    """A :class:`Rule` as the compiled scheduler reads it; columns as of ``compiled.column``."""
-
-    forward_key: Any
-    backward_key: Any
-    weight_key: Any
-    reload_key: Any
-    treatment: Any
-    fused: Any
-    threshold: Any
-    prefetch: Any
-    limit: Any
-    reserve: Any
-    reserve_all: bool
-    patience: float
-    share_idle: bool
-    reload_lead: float
-    reload_first: bool
-    newest_first: bool
-    alternation: float
-    evict: bool
 
 
 def ramp(tab: Tables, offsets: Sequence[float], period: float) -> list[float]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from typing import Any
 
 from optpipe.ops import Kind
 from solver.compiled import compiled
 from solver.list_scheduler.memory_rule import may_take
-from solver.list_scheduler.rule import OFFLOAD, ON_DEMAND, RECOMPUTE, Steering
-from solver.list_scheduler.state import ASK, AWAY, INFINITY, LEAVING, RESIDENT, RETURNING, State
-from solver.tables import Tables
+from solver.list_scheduler.records import AWAY, INFINITY, LEAVING, RESIDENT, RETURNING, Cell, DeviceRow, Frame, StageRow
+from solver.list_scheduler.rule import OFFLOAD, ON_DEMAND, RECOMPUTE
 
+#: Events: (time, what), where what is ``kind * S m + stage * m + microbatch`` for the end of an op,
+#: ``ASK * S m + device`` for 'look again'.
 Heap = list[tuple[float, int]]
+ASK = 7
 
 _O, _R = int(Kind.O), int(Kind.R)
 
@@ -21,141 +25,183 @@ _NEWEST = 3
 
 @compiled
 def start_transfers(
-    tab: Tables, rule: Steering, run: State, heap: Heap, devices: list[int], now: float, eps: float
+    frame: Frame,
+    cells: Sequence[Cell],
+    stages: Sequence[StageRow],
+    devices: Sequence[DeviceRow],
+    lists: Any,
+    channels: Any,
+    heap: Heap,
+    movers: list[int],
+    now: float,
 ) -> None:
-    """Start every transfer of ``devices`` whose channels are idle, whose turn it is and, for a reload, that fits.
+    """Start every transfer of the devices ``movers`` whose channels are idle, whose turn it is and, for a reload, that
+    fits.
 
     Where the oldest microbatch of a device waits for memory, and ``evict`` is on, others leave for it.
     """
-    for reloading in (True, False) if rule.reload_first else (False, True):
-        found = []
-        for d in devices:
-            if not _channels_idle(tab, run, 2 * d + reloading, now + eps):
+    soon = now + frame.eps
+    for reloading in (True, False) if frame.reload_first else (False, True):
+        found = [(0.0, 0, 0) for _ in range(0)]
+        for d in movers:
+            device = devices[d]
+            if not _channels_idle(device, lists, channels, reloading, soon):
                 continue
             if reloading:
-                choice = _next_reload(tab, rule, run, heap, d, now, eps)
+                choice = _next_reload(frame, cells, stages, device, lists, heap, d, now)
             else:
-                choice = _next_offload(tab, rule, run, d)
-                if choice[1] < 0 and rule.evict and oldest_is_stuck(tab, rule, run, d, now + eps):
-                    choice = _evicted(tab, rule, run, d)
+                choice = _next_offload(frame, cells, stages, device, lists)
+                if choice[1] < 0 and frame.evict and oldest_is_stuck(frame, cells, stages, device, lists, soon):
+                    choice = _evicted(frame, cells, stages, device, lists)
             if choice[1] >= 0:
                 found.append(choice)
         if len(found) > 1:
             found.sort()  # where devices share a channel, the smallest key goes first
         for _, s, j in found:
-            if _channels_idle(tab, run, 2 * tab.device[s] + reloading, now + eps):
-                _start(tab, run, heap, s, j, reloading, now)
+            device = devices[stages[s].device]
+            if _channels_idle(device, lists, channels, reloading, soon):
+                _start(frame, cells[s * frame.m + j], stages[s], device, lists, channels, heap, s, j, reloading, now)
 
 
 @compiled
-def _channels_idle(tab: Tables, run: State, lane: int, now: float) -> bool:
-    first, last = tab.lane_ptr[lane], tab.lane_ptr[lane + 1]
+def _channels_idle(device: DeviceRow, lists: Any, channels: Any, reloading: bool, now: float) -> bool:
+    first = device.homeward if reloading else device.outward
+    last = device.homeward_end if reloading else device.outward_end
     if first == last:
         return False
     idle = True
-    for c in range(first, last):
-        idle = idle and run.channel_busy[tab.lane_list[c]] <= now
+    for x in range(first, last):
+        idle = idle and channels[lists[x]] <= now
     return idle
 
 
 @compiled
-def _start(tab: Tables, run: State, heap: Heap, s: int, j: int, reloading: bool, now: float) -> None:
-    d, k = tab.device[s], s * tab.m + j
-    kind, length = (_R, tab.reload[s]) if reloading else (_O, tab.offload[s])
-    end = now + length
-    lane = 2 * d + reloading
-    for c in range(tab.lane_ptr[lane], tab.lane_ptr[lane + 1]):
-        run.channel_busy[tab.lane_list[c]] = end
+def _start(
+    frame: Frame,
+    cell: Cell,
+    stage: StageRow,
+    device: DeviceRow,
+    lists: Any,
+    channels: Any,
+    heap: Heap,
+    s: int,
+    j: int,
+    reloading: bool,
+    now: float,
+) -> None:
     if reloading:
-        run.r_start[k], run.phase[k] = now, RETURNING
-        run.level[d] += tab.movable[s]
-        run.floor[d] += tab.movable[s]
+        kind, end, first, last = _R, now + stage.reload, device.homeward, device.homeward_end
+        cell.r_start, cell.phase = now, RETURNING
+        device.level += stage.movable
+        device.floor += stage.movable
     else:
-        run.o_start[k], run.phase[k] = now, LEAVING
-    heapq.heappush(heap, (end, kind * tab.S * tab.m + k))
+        kind, end, first, last = _O, now + stage.offload, device.outward, device.outward_end
+        cell.o_start, cell.phase = now, LEAVING
+    for x in range(first, last):
+        channels[lists[x]] = end
+    heapq.heappush(heap, (end, kind * frame.n + s * frame.m + j))
 
 
 @compiled
 def _next_reload(
-    tab: Tables, rule: Steering, run: State, heap: Heap, d: int, now: float, eps: float
+    frame: Frame,
+    cells: Sequence[Cell],
+    stages: Sequence[StageRow],
+    device: DeviceRow,
+    lists: Any,
+    heap: Heap,
+    d: int,
+    now: float,
 ) -> tuple[float, int, int]:
     """(key, stage, microbatch) of the reload to start on device ``d``; stage -1: none. One too early wakes it later."""
     best, choice = INFINITY, (INFINITY, -1, -1)
-    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
-        s = tab.stage_list[x]
-        if tab.movable[s] <= 0:
+    for x in range(device.stages, device.stages_end):
+        s = lists[x]
+        stage = stages[s]
+        if stage.movable <= 0:
             continue
-        base, j = s * tab.m, run.b_count[s]
-        end = min(run.f_count[s], j + rule.prefetch[s] + 1)
-        while j < end and (run.phase[base + j] != AWAY or rule.treatment[base + j] == RECOMPUTE):
+        base, j = s * frame.m, stage.b_count
+        end = min(stage.f_count, j + stage.prefetch + 1)
+        while j < end and (cells[base + j].phase != AWAY or cells[base + j].treatment == RECOMPUTE):
             j += 1
         if j >= end:
             continue
-        key = rule.reload_key[base + j]
-        earliest = key - rule.reload_lead
-        if earliest > now + eps and (j > run.b_count[s] or run.b_ready[base + j] == INFINITY):
-            heapq.heappush(heap, (earliest, ASK * tab.S * tab.m + d))
-        elif key < best and may_take(tab, rule, run, s, j, tab.movable[s], False):
+        cell = cells[base + j]
+        key = cell.reload_key
+        earliest = key - frame.reload_lead
+        if earliest > now + frame.eps and (j > stage.b_count or cell.b_ready == INFINITY):
+            heapq.heappush(heap, (earliest, ASK * frame.n + d))
+        elif key < best and may_take(frame, cells, stages, device, lists, s, j, stage.movable, False):
             best, choice = key, (key, s, j)
     return choice
 
 
 @compiled
-def _next_offload(tab: Tables, rule: Steering, run: State, d: int) -> tuple[float, int, int]:
-    """(start of F, stage, microbatch) of the offload to start on device ``d``; stage -1: none."""
+def _next_offload(
+    frame: Frame, cells: Sequence[Cell], stages: Sequence[StageRow], device: DeviceRow, lists: Any
+) -> tuple[float, int, int]:
+    """(start of F, stage, microbatch) of the offload to start on the device; stage -1: none."""
     best, choice = INFINITY, (INFINITY, -1, -1)
-    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
-        s = tab.stage_list[x]
-        if tab.movable[s] <= 0:
+    for x in range(device.stages, device.stages_end):
+        s = lists[x]
+        stage = stages[s]
+        if stage.movable <= 0:
             continue
-        base, done = s * tab.m, run.b_count[s]
-        if rule.newest_first:
-            order = range(run.f_count[s] - 1, max(done, run.f_count[s] - _NEWEST) - 1, -1)
+        base, done = s * frame.m, stage.b_count
+        if frame.newest_first:
+            order = range(stage.f_count - 1, max(done, stage.f_count - _NEWEST) - 1, -1)
         else:
-            order = range(done, run.f_count[s])
+            order = range(done, stage.f_count, 1)
         for j in order:
-            k = base + j
-            if run.phase[k] == RESIDENT and run.r_start[k] < 0:
-                treatment = rule.treatment[k]
-                if treatment == OFFLOAD or (treatment == ON_DEMAND and j - done >= rule.threshold[s]):
-                    if run.f_start[k] < best:
-                        best, choice = run.f_start[k], (run.f_start[k], s, j)
+            cell = cells[base + j]
+            if cell.phase == RESIDENT and cell.r_start < 0:
+                treatment = cell.treatment
+                if treatment == OFFLOAD or (treatment == ON_DEMAND and j - done >= stage.threshold):
+                    if cell.f_start < best:
+                        best, choice = cell.f_start, (cell.f_start, s, j)
                     break
     return choice
 
 
 @compiled
-def oldest_is_stuck(tab: Tables, rule: Steering, run: State, d: int, soon: float) -> bool:
+def oldest_is_stuck(
+    frame: Frame, cells: Sequence[Cell], stages: Sequence[StageRow], device: DeviceRow, lists: Any, soon: float
+) -> bool:
     """Whether the oldest unfinished microbatch of a device could go on but for memory."""
-    room = tab.budget[d] - run.level[d]
-    oldest = tab.m
-    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
-        oldest = min(oldest, run.b_done[tab.stage_list[x]])
-    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
-        s = tab.stage_list[x]
-        k = s * tab.m + oldest
-        if oldest < tab.m and run.f_count[s] == oldest and run.f_ready[k] <= soon and tab.activation[s] > room:
+    room = device.budget - device.level
+    oldest = frame.m
+    for x in range(device.stages, device.stages_end):
+        oldest = min(oldest, stages[lists[x]].b_done)
+    if oldest == frame.m:
+        return False
+    for x in range(device.stages, device.stages_end):
+        s = lists[x]
+        stage, cell = stages[s], cells[s * frame.m + oldest]
+        if stage.f_count == oldest and cell.f_ready <= soon and stage.activation > room:
             return True
-        if run.b_count[s] == oldest < run.f_count[s] and run.phase[k] == AWAY and run.b_ready[k] < INFINITY:
-            away = tab.dropped[s] if rule.treatment[k] == RECOMPUTE else tab.movable[s]
+        if stage.b_count == oldest < stage.f_count and cell.phase == AWAY and cell.b_ready < INFINITY:
+            away = stage.dropped if cell.treatment == RECOMPUTE else stage.movable
             if away > room:
                 return True
     return False
 
 
 @compiled
-def _evicted(tab: Tables, rule: Steering, run: State, d: int) -> tuple[float, int, int]:
+def _evicted(
+    frame: Frame, cells: Sequence[Cell], stages: Sequence[StageRow], device: DeviceRow, lists: Any
+) -> tuple[float, int, int]:
     """(0, stage, microbatch) of the activations that are needed last of those that can leave; stage -1: none can."""
-    stage, newest = -1, -1
-    for x in range(tab.stage_ptr[d], tab.stage_ptr[d + 1]):
-        s = tab.stage_list[x]
-        if tab.movable[s] <= 0:
+    found, newest = -1, -1
+    for x in range(device.stages, device.stages_end):
+        s = lists[x]
+        stage = stages[s]
+        if stage.movable <= 0:
             continue
-        for j in range(run.f_count[s] - 1, run.b_count[s] - 1, -1):
-            k = s * tab.m + j
-            if run.phase[k] == RESIDENT and run.r_start[k] < 0 and run.c_start[k] < 0:
-                next_backward = j == run.b_count[s] and run.b_ready[k] < INFINITY
-                if rule.treatment[k] != RECOMPUTE and not next_backward and j > newest:
-                    stage, newest = s, j
+        for j in range(stage.f_count - 1, stage.b_count - 1, -1):
+            cell = cells[s * frame.m + j]
+            if cell.phase == RESIDENT and cell.r_start < 0 and cell.c_start < 0:
+                next_backward = j == stage.b_count and cell.b_ready < INFINITY
+                if cell.treatment != RECOMPUTE and not next_backward and j > newest:
+                    found, newest = s, j
                     break
-    return (0.0 if stage >= 0 else INFINITY), stage, newest
+    return (0.0 if found >= 0 else INFINITY), found, newest
