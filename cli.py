@@ -38,10 +38,11 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def command(example: str) -> Callable[[Command], click.Command]:
-    """A command of the group, with its example in the help and the options that all commands have."""
+    """A command of the group, named in its example, which its help shows, with the options that all commands have."""
 
     def wrap(function: Command) -> click.Command:
-        return main.command(context_settings=CONTEXT, epilog=f"\b\nExample:\n  {example}")(debug_option(function))
+        name, epilog = example.split()[1], f"\b\nExample:\n  {example}"
+        return main.command(name, context_settings=CONTEXT, epilog=epilog)(debug_option(function))
 
     return wrap
 
@@ -97,6 +98,7 @@ def profile(config: str, output: str, as_json: bool) -> None:
 @click.option("-o", "--output", type=click.Path(), default="plan.json", help="Where the plan goes.")
 @click.option("--profile", "profile_file", type=click.Path(), help="The profile to plan a config with.")
 @click.option("--method", help="auto, milp, search or the name of a schedule.  [default: auto]")
+@click.option("--solver", metavar="NAME", help="A solver that PuLP finds, for the MILP.  [default: HiGHS]")
 @click.option(
     "--objective",
     type=click.Choice(["makespan", "span"]),
@@ -145,8 +147,15 @@ def _solved(task: Task, given: dict[str, Any]) -> Plan:
     from solver.solve import solve as run
 
     wanted = task.solver
+    backend = given.get("solver", SolveOptions.backend)
+    if backend != SolveOptions.backend:
+        from solver.milp.pulp_backend import check_there
+
+        check_there(backend, "--solver")
     options = SolveOptions(
-        method=given.get("method", wanted.method),
+        # Who names a solver wants to see it at work.
+        method=given.get("method", wanted.method if backend == SolveOptions.backend else "milp"),
+        backend=backend,
         objective=given.get("objective", wanted.objective),
         time_limit=given.get("time_limit", wanted.time_limit_s),
         gap=given.get("gap", wanted.gap),
@@ -281,6 +290,76 @@ def show(
     for line in report.facts(plan):
         console.print(line, soft_wrap=True)
     console.print(chart)
+
+
+@command("optpipe export plan.json --to torch-csv -o schedule.csv")
+@click.argument("plan_file", metavar="PLAN", type=click.Path())
+@click.option("--to", "form", type=click.Choice(["torch-csv", "megatron", "mps", "lp"]), required=True, help="Format.")
+@click.option("-o", "--output", type=click.Path(), required=True, help="Where it goes.")
+@click.option("--drop-offload", is_flag=True, help="Leave out offloads and recomputation where a format has none.")
+@json_option
+def export(plan_file: str, form: str, output: str, drop_offload: bool, as_json: bool) -> None:
+    """Write a plan for other tools.
+
+    \b
+    torch-csv  for torch.distributed.pipelining and torchtitan
+    megatron   the order of F, B and W on each rank, as text
+    mps, lp    the problem as a mixed-integer program, for CPLEX, Gurobi, SCIP
+    """  # noqa: D301
+    from optpipe import files
+    from optpipe.plan import Plan
+
+    plan = Plan.read(plan_file)
+    check_output(output)
+    warnings: list[str] = []
+    if form in ("mps", "lp"):
+        from solver.milp.export import program_of
+
+        program = program_of(plan.problem, plan.ops, form, lower_bound=plan.lower_bound_ms or 0.0)
+        text = program.text
+        warnings += [f"the program leaves out {program.leaves_out}"] if program.leaves_out else []
+    else:
+        from optpipe.interchange import text_in
+
+        text, warnings = text_in(form, plan, plan_file, drop_offload=drop_offload)
+    with files.whole_file(output) as stream:
+        stream.write(text)
+    if as_json:
+        print_json({"output": output, "warnings": warnings})
+        return
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"written to {output}")
+
+
+@command("optpipe import schedule.csv --problem problem.json -o plan.json")
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option(
+    "--problem", "task_file", type=click.Path(), required=True, help="Whose times and sizes: a problem, config or plan."
+)
+@click.option("-o", "--output", type=click.Path(), default="plan.json", help="Where the plan goes.")
+@json_option
+def import_(file: str, task_file: str, output: str, as_json: bool) -> None:
+    """Make a plan of a schedule that another tool wrote.
+
+    FILE: a CSV of torch.distributed.pipelining or torchtitan, with or without communication. The plan keeps its
+    order; times and sizes are those of the problem.
+    """
+    from optpipe import report
+    from optpipe.interchange import torch_csv
+    from optpipe.task import read_task
+    from solver.bounds import lower_bound
+
+    task = read_task(task_file)
+    check_output(output)
+    plan = torch_csv.read(file, task.problem)
+    plan.training, plan.lower_bound_ms = task.training, lower_bound(task.problem)
+    plan.write(output)
+    if as_json:
+        print_json({"output": output, **report.summary(plan)})
+        return
+    for line in [*report.facts(plan), f"written to {output}"]:
+        click.echo(line)
 
 
 @command("optpipe train --schedule plan.json")

@@ -35,8 +35,8 @@ _EXPECTED = {
 }
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file.
+def read_text(path: str | Path, *, exact: bool = False) -> str:
+    """The text of a UTF-8 file; ``exact``: with the line ends as they are in the file.
 
     Raises
     ------
@@ -44,6 +44,8 @@ def read_text(path: str | Path) -> str:
         The file is missing, unreadable or not text.
     """
     try:
+        if exact:
+            return Path(path).read_bytes().decode("utf-8")
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(path, "", "no such file") from None

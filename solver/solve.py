@@ -191,7 +191,7 @@ def _milp(incumbent: Incumbent, seconds: float) -> None:
     incumbent.offer(ops, "milp")
     if bound is not None:
         incumbent.raise_bound(bound)
-    incumbent.facts["milp"] = facts
+    incumbent.facts["milp"] = {"solver": options.backend, **facts}
 
 
 def _plan(incumbent: Incumbent) -> Plan:

@@ -21,7 +21,7 @@ from optpipe.problem import Channel, Device, Problem, Stage, Transfer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [ROOT / "docs" / "formats.md", ROOT / "docs" / "command-line.md"]
+RUN = [ROOT / "docs" / name for name in ("formats.md", "command-line.md", "export.md")]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,6 +60,8 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch):
         assert result.exit_code == 0, f"optpipe {shlex.join(words)}: {result.output}"
         if "--json" in words:
             json.loads(result.stdout)
+    for path, text in re.findall(r"<!-- written: (\S+) -->\n```\w+\n(.*?)^```", page.read_text(), re.M | re.S):
+        assert (tmp_path / path).read_text() == text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -24,6 +24,18 @@ def solvers() -> list[str]:
     return [str(name) for name in pulp.listSolvers(onlyAvailable=True)]
 
 
+def check_there(name: str, key: str = "backend") -> None:
+    """Refuse a solver that PuLP does not find here.
+
+    Raises
+    ------
+    InputError
+        It names ``key`` and the solvers that there are.
+    """
+    if name not in (found := solvers()):
+        raise InputError("", key, f"'{name}' is not found by PuLP, expected highs or one of {', '.join(found)}")
+
+
 def to_pulp(formulation: Formulation) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     """The program as PuLP's model, with the names of the formulation; its variables in the order of the columns."""
     matrix = formulation.matrix
@@ -110,9 +122,7 @@ def solve(
         PuLP does not find the solver here.
     """
     settings = settings or Settings()
-    found = solvers()
-    if name not in found:
-        raise InputError("", "backend", f"'{name}' is not found by PuLP, expected highs or one of {', '.join(found)}")
+    check_there(name)
     began = time.monotonic()
     model, variables = to_pulp(formulation)
     if start is not None:
