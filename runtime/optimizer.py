@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from optpipe.config import OptimizerConfig
 
@@ -27,8 +29,21 @@ def learning_rate(settings: OptimizerConfig, step: int) -> float:
     return settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup_steps))
 
 
-def apply(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: int) -> float | None:
+def apply(
+    optimizer: torch.optim.Optimizer,
+    settings: OptimizerConfig,
+    step: int,
+    group: dist.ProcessGroup | None = None,
+    counts: Callable[[Tensor], bool] = lambda parameter: True,
+) -> float | None:
     """Clip, step and clear the gradients of this rank; every rank must call it.
+
+    Parameters
+    ----------
+    optimizer, settings, step
+        The optimiser of this rank's stages, the config's section, and the step's number.
+    group, counts
+        As for ``clip``.
 
     Returns
     -------
@@ -36,31 +51,70 @@ def apply(optimizer: torch.optim.Optimizer, settings: OptimizerConfig, step: int
         The norm of all gradients together before clipping; None where nothing clips.
     """
     rate = learning_rate(settings, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    for part in optimizer.param_groups:
+        part["lr"] = rate
     norm = None
     if settings.clip_norm is not None:
-        norm = clip(_gradients(optimizer), settings.clip_norm)
+        norm = clip(_parameters(optimizer), settings.clip_norm, group, counts)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
 
 
-def clip(gradients: list[Tensor], most: float) -> float:
-    """Scale the gradients in place so that their norm over all ranks is at most ``most``; the norm before.
+def clip(
+    parameters: Iterable[Tensor],
+    most: float,
+    group: dist.ProcessGroup | None = None,
+    counts: Callable[[Tensor], bool] = lambda parameter: True,
+) -> float:
+    """Scale gradients in place so that their norm over all ranks is at most ``most``; the norm before.
 
     As ``torch.nn.utils.clip_grad_norm_``, whose sum stays on one rank.
+
+    Parameters
+    ----------
+    parameters
+        Of this rank; those without a gradient are left out.
+    most
+        The norm that is allowed.
+    group
+        The ranks whose gradients are different ones: those of one pipeline, where there are replicas; default all.
+    counts
+        Whether a parameter's gradient goes into the norm here: of copies of one weight only one may.
     """
-    square = sum((float(norm) ** 2 for norm in torch._foreach_norm(gradients)), 0.0)
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    square = _square([p.grad for p in parameters if p.grad is not None and counts(p)])
     if dist.is_initialized():
         total = torch.tensor(square, dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         square = float(total)
     norm = square**0.5
     scale = most / (norm + 1e-6)
     if scale < 1.0:
-        torch._foreach_mul_(gradients, scale)
+        for alike in _by_mesh([p.grad for p in parameters if p.grad is not None]):
+            torch._foreach_mul_(alike, scale)
     return norm
+
+
+def _square(gradients: list[Tensor]) -> float:
+    """The sum of all squares. Of sharded gradients (FSDP, tensor parallel) torch adds up the shards of other ranks."""
+    square = 0.0
+    for alike in _by_mesh(gradients):
+        if isinstance(alike[0], DTensor):
+            total = nn.utils.get_total_norm(alike)
+            square += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
+        else:
+            square = sum((float(norm) ** 2 for norm in torch._foreach_norm(alike)), square)
+    return square
+
+
+def _by_mesh(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Plain tensors, and those of each mesh, apart: torch does not take them together."""
+    found: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        found.setdefault(key, []).append(gradient)
+    return list(found.values())
 
 
 def state_bytes(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
@@ -74,5 +128,5 @@ def state_bytes(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
     return size + frozen + buffers, size, 2 * size + 4 * len(trained)
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for part in optimizer.param_groups for parameter in part["params"]]

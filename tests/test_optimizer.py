@@ -23,14 +23,14 @@ def model(seed: int) -> nn.Sequential:
 @given(st.integers(0, 1000), st.floats(0.01, 100.0))
 def test_clipping_is_torchs(seed: int, most: float) -> None:
     torch.manual_seed(seed)
-    ours = [torch.randn(3, 4), torch.randn(5)]
-    parameters = [nn.Parameter(torch.zeros_like(g)) for g in ours]
-    for parameter, gradient in zip(parameters, ours, strict=True):
-        parameter.grad = gradient.clone()
-    norm = optimizer.clip(ours, most)
-    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, most)))
-    for parameter, gradient in zip(parameters, ours, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+    ours, theirs = ([nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+    norm = optimizer.clip([*ours, nn.Parameter(torch.zeros(2))], most)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, most)))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_steps_are_adamws_with_warm_up_and_without_decay_of_vectors() -> None:
@@ -56,6 +56,15 @@ def test_steps_are_adamws_with_warm_up_and_without_decay_of_vectors() -> None:
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
         assert mine.grad is None
+
+
+def test_a_copy_of_a_weight_is_clipped_but_not_counted() -> None:
+    first, copied = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    for parameter in (first, copied):
+        parameter.grad = torch.full((4,), 3.0)
+    assert optimizer.clip([first, copied], 1.0, counts=lambda p: p is first) == pytest.approx(6.0)
+    assert torch.equal(first.grad, copied.grad)
+    assert float(first.grad.norm()) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_without_a_clip_norm_nothing_is_clipped() -> None:
