@@ -29,10 +29,14 @@ from optpipe.front import (
 )
 
 if TYPE_CHECKING:
+    from optpipe.metrics import Metrics
     from optpipe.plan import Plan
     from optpipe.task import Task
     from runtime.metrics_log import Step
     from solver.incumbent import Progress
+
+#: What a plan is exported to.
+FORMS = ("html", "svg", "trace", "torch-csv", "megatron", "mps", "lp")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -200,7 +204,7 @@ def compare(
         budgets = [device.memory_bytes for device in problem.devices]
         print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
         return
-    table = report.plain_table("schedule", "makespan ms", "bubble", "fullest device", "offloaded", "usable")
+    table = report.plain_table(*report.COMPARISON)
     table.columns[-1].justify = "left"
     for row in rows:
         table.add_row(row.name, *report.figures(problem, row.measured), row.why_not or "yes")
@@ -292,36 +296,43 @@ def show(
     console.print(chart)
 
 
-@command("optpipe export plan.json --to torch-csv -o schedule.csv")
+@command("optpipe export plan.json --to html -o plan.html")
 @click.argument("plan_file", metavar="PLAN", type=click.Path())
-@click.option("--to", "form", type=click.Choice(["torch-csv", "megatron", "mps", "lp"]), required=True, help="Format.")
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="Format.")
 @click.option("-o", "--output", type=click.Path(), required=True, help="Where it goes.")
+@click.option("--against", type=click.Path(), metavar="PLAN", help="html: another plan, on the same clock.")
+@click.option("--trace", type=click.Path(), metavar="RUN", help="html, trace: what 'optpipe train --trace' wrote.")
+@click.option("--compare/--no-compare", "known", default=True, help="html: with the known schedules side by side.")
 @click.option("--drop-offload", is_flag=True, help="Leave out offloads and recomputation where a format has none.")
 @json_option
-def export(plan_file: str, form: str, output: str, drop_offload: bool, as_json: bool) -> None:
-    """Write a plan for other tools.
+def export(plan_file: str, form: str, output: str, as_json: bool, **options: Any) -> None:
+    """Write a plan as a page, as a picture, or for other tools.
 
     \b
+    html       one page with everything there is to see, for any browser
+    svg        the chart as a picture
+    trace      for Perfetto and chrome://tracing
     torch-csv  for torch.distributed.pipelining and torchtitan
     megatron   the order of F, B and W on each rank, as text
     mps, lp    the problem as a mixed-integer program, for CPLEX, Gurobi, SCIP
     """  # noqa: D301
+    from optpipe import export as exports
     from optpipe import files
     from optpipe.plan import Plan
 
     plan = Plan.read(plan_file)
     check_output(output)
-    warnings: list[str] = []
-    if form in ("mps", "lp"):
+    exports.check_options(form, against=options["against"], trace=options["trace"])
+    known = options.pop("known")
+    if form in exports.FORMS:
+        rows = _known_schedules(plan) if known and form == "html" else []
+        text, warnings = exports.text_of(plan, form, plan_file, schedules=rows, **options)
+    else:
         from solver.milp.export import program_of
 
         program = program_of(plan.problem, plan.ops, form, lower_bound=plan.lower_bound_ms or 0.0)
         text = program.text
-        warnings += [f"the program leaves out {program.leaves_out}"] if program.leaves_out else []
-    else:
-        from optpipe.interchange import text_in
-
-        text, warnings = text_in(form, plan, plan_file, drop_offload=drop_offload)
+        warnings = [f"the program leaves out {program.leaves_out}"] if program.leaves_out else []
     with files.whole_file(output) as stream:
         stream.write(text)
     if as_json:
@@ -330,6 +341,13 @@ def export(plan_file: str, form: str, output: str, drop_offload: bool, as_json: 
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"written to {output}")
+
+
+def _known_schedules(plan: Plan) -> list[tuple[str, Metrics | None, str]]:
+    from solver.compare import known
+
+    with working("comparing with known schedules"):
+        return [(row.name, row.measured, row.why_not) for row in known(plan.problem)]
 
 
 @command("optpipe import schedule.csv --problem problem.json -o plan.json")
@@ -426,19 +444,15 @@ def cache(action: str, as_json: bool) -> None:
             click.echo(f"{count} schedule{'' if count == 1 else 's'} removed from {store.folder}")
         return
     entries = store.entries()
+    keys = ("name", "stages", "devices", "microbatches", "objective", "makespan_ms", "method", "size")
+    rows = [{"file": entry.path.name, **{key: getattr(entry, key) for key in keys}} for entry in entries]
     if as_json:
-        keys = ("name", "stages", "devices", "microbatches", "objective", "makespan_ms", "method", "size")
-        rows = [{"file": entry.path.name, **{key: getattr(entry, key) for key in keys}} for entry in entries]
         print_json({"folder": str(store.folder), "entries": rows})
         return
     from optpipe import report
 
     if entries:
-        table = report.plain_table("problem", "stages", "microbatches", "objective", "makespan ms", "method", "size")
-        for e in entries:
-            shape = (str(e.stages), str(e.microbatches), e.objective, f"{e.makespan_ms:.6g}", e.method)
-            table.add_row(e.name, *shape, report.size_text(e.size))
-        plain_console().print(table)
+        plain_console().print(report.cache_table(rows))
     click.echo(f"{len(entries)} schedule{'' if len(entries) == 1 else 's'} in {store.folder}")
 
 

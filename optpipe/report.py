@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,10 @@ def device_table(plan: Plan) -> Table:
     return table
 
 
+#: Columns of a comparison of schedules: its name, ``figures``, whether it can be used.
+COMPARISON = ("schedule", "makespan ms", "bubble", "fullest device", "offloaded", "usable")
+
+
 def figures(problem: Problem, measured: metrics.Metrics | None) -> tuple[str, str, str, str]:
     """Makespan, bubble, peak of the device that is filled most (of its budget, if it has one), and offloaded bytes, as
     cells of a table; empty where nothing was measured."""
@@ -144,6 +149,15 @@ def run_table(run: dict[str, Any]) -> Table:
         table.add_row(f"peak of device {device}", size_text(planned), size_text(measured))
     loss = f"loss {run['first_loss']:.4f} -> {run['last_loss']:.4f} in {run['steps']} steps"
     table.caption = Text(f"{loss}, {run['tokens_per_s']:,.0f} tokens/s")
+    return table
+
+
+def cache_table(entries: Sequence[dict[str, Any]]) -> Table:
+    """One row a schedule that is kept, from its facts as JSON."""
+    table = plain_table("problem", "stages", "microbatches", "objective", "makespan ms", "method", "size")
+    for e in entries:
+        shape = (str(e["stages"]), str(e["microbatches"]), e["objective"], f"{e['makespan_ms']:.6g}", e["method"])
+        table.add_row(e["name"], *shape, size_text(e["size"]))
     return table
 
 

@@ -14,7 +14,7 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.ada_offload import ada_offload
 from solver.incumbent import Progress
-from solver.options import SolveOptions
+from solver.options import Objective, SolveOptions
 from solver.schedules import SCHEDULES, DoesNotApply, generate
 from solver.solve import solve
 
@@ -45,10 +45,8 @@ class Row:
         return {"schedule": self.name, "feasible": not self.why_not, "why_not": self.why_not, **figures}
 
 
-def compare(
-    problem: Problem, options: SolveOptions, on_progress: Callable[[Progress], None] | None = None
-) -> list[Row]:
-    """All known schedules in the order of the registry, and the solver's plan last.
+def known(problem: Problem, objective: Objective = "makespan") -> list[Row]:
+    """All known schedules in the order of the registry.
 
     A schedule that breaks the memory is measured all the same, so that one sees what it would need.
     """
@@ -56,14 +54,23 @@ def compare(
     for name in ("ada-offload", *SCHEDULES):
         try:
             ops = (
-                ada_offload(problem, objective=options.objective)
+                ada_offload(problem, objective=objective)
                 if name == "ada-offload"
-                else generate(name, problem, options.objective)
+                else generate(name, problem, objective)
             )
         except DoesNotApply as reason:
             rows.append(Row(name, None, f"it {reason}"))
             continue
         rows.append(Row(name, metrics.measure(problem, ops), _too_much(problem, ops)))
+    return rows
+
+
+def compare(
+    problem: Problem, options: SolveOptions | None = None, on_progress: Callable[[Progress], None] | None = None
+) -> list[Row]:
+    """All known schedules, and the solver's plan last."""
+    options = options or SolveOptions()
+    rows = known(problem, options.objective)
     try:
         plan = solve(problem, options, on_progress)
         rows.append(Row(OWN, metrics.measure(problem, plan.ops), ""))
