@@ -12,7 +12,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from benchmarks.tables import Cell
 from runtime.accounting import Ledger
-from runtime.channel import HostPool
+from runtime.host_memory import HostPool
 from runtime.model import GPTConfig, build_layers
 from runtime.stage import Stage
 from runtime.transport import Parcel

@@ -25,14 +25,15 @@ from optpipe.errors import InputError, RunFailed
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.verify import verify
-from runtime import checks
+from runtime import checks, host_layout
 from runtime import program as programs
 from runtime import result as results
 from runtime.accounting import Ledger
 from runtime.boundary import Boundary, TensorSpec, most_bytes
-from runtime.channel import HostPool, copy_lane
+from runtime.channel import copy_lane
 from runtime.events import Event, Failure, PeerLost, clock
 from runtime.gradients import GradientSync
+from runtime.host_memory import HostPool
 from runtime.nccl import NcclTransport
 from runtime.program import Compute, Move
 from runtime.result import Mark, OpRecord, StepResult
@@ -111,6 +112,10 @@ class Executor:
         self.program = programs.build(plan, self._number, [most_bytes(boundary) for boundary in self._boundaries])
         self.ledger, self.failure = Ledger(), Failure()
         self.pool = HostPool(pinned=self.device.type == "cuda")
+        self._offloads = host_layout.intervals(plan, self._number)
+        layout = host_layout.lay_out(self._offloads)
+        self.planned_host_bytes: int = layout.most_bytes
+        self.pool.lay_out(layout)
         self._stages = {
             s: Stage(
                 module,
@@ -204,6 +209,9 @@ class Executor:
                 torch.cuda.synchronize(self.device)
             for stage in self._stages.values():
                 stage.finish(is_last=is_last)
+            if self.pool.overflowed and not self.pool.in_use:
+                # The plan's sizes are not the model's: from the next run on there is a place for everything.
+                self.pool.lay_out(host_layout.lay_out(self._offloads, self.pool.needs()))
             run.doing = "gradients between ranks"
             for sync in self._syncs if is_last else ():
                 sync.finish()

@@ -16,8 +16,9 @@ from optpipe.config import OffloadConfig
 from optpipe.problem import Direction
 from optpipe.profile import ChannelProfile, TransferProfile
 from runtime import gather
-from runtime.channel import CpuLane, CudaLane, HostPool, copy_lane
+from runtime.channel import CpuLane, CudaLane, copy_lane
 from runtime.events import Failure, clock
+from runtime.host_memory import HostPool
 
 #: Bytes of one measured copy, and of a large message.
 COPY_BYTES, MESSAGE_BYTES = 16 << 20, 4 << 20

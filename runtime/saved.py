@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe.errors import RunFailed
 from runtime.accounting import Hold, Ledger
-from runtime.channel import HostPool
+from runtime.host_memory import HostMemory
 
 #: A view this many times smaller than its storage is copied when it is saved, so that it does not pin the whole.
 COMPACT_RATIO = 8
@@ -47,7 +47,7 @@ class _Entry:
 
     __slots__ = ("__weakref__", "hold", "host", "key", "moving", "names", "nbytes", "pool", "table", "versions")
 
-    def __init__(self, hold: Hold, pool: HostPool, table: _Table) -> None:
+    def __init__(self, hold: Hold, pool: HostMemory, table: _Table) -> None:
         self.hold: Hold | None = hold
         self.host: Tensor | None = None
         self.moving = False
@@ -117,7 +117,7 @@ class Saved:
         Host memory for offloads.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, skip: Container[int], pool: HostPool) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, skip: Container[int], pool: HostMemory) -> None:
         self._ledger, self._device, self._skip, self._pool = ledger, device, skip, pool
         # An entry leaves when its storage may be freed, so no address is ever stale.
         self._table: _Table = {}

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optpipe.errors import RunFailed
 from runtime import batch_norm
 from runtime.accounting import Ledger
-from runtime.channel import HostPool
+from runtime.host_memory import HostPool
 from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storages
 from runtime.split_backward import WeightStore, convert, deferring, together
 from runtime.transport import Parcel
@@ -165,7 +165,7 @@ class Stage:
         """
         tensor = x.tensor if isinstance(x, Parcel) else x
         state = _Microbatch(
-            Saved(self.ledger, self.device, self._skip, self.pool),
+            Saved(self.ledger, self.device, self._skip, self.pool.space((self.index, microbatch))),
             InputGradient(self.ledger),
             seed,
             split,

@@ -3,11 +3,9 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from optpipe.errors import RunFailed
-from runtime.channel import CpuLane, HostPool
+from runtime.channel import CpuLane
 from runtime.events import CpuClock, CpuEvent, Failure, PeerLost
 
 
@@ -124,31 +122,6 @@ def test_callbacks_run_once_the_event_is_set(failure):
     thread.join()
     event.then(lambda: seen.append("after"))
     assert seen == ["before", "after"]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.randoms())
-@settings(deadline=None, max_examples=50)
-def test_the_pool_hands_out_what_it_has_before_it_allocates(sizes, rng):
-    pool, held = HostPool(), []
-    most = 0
-    for size in sizes:
-        buffer = pool.take(size)
-        assert buffer.numel() == size and all(buffer is not other for other in held)
-        held.append(buffer)
-        most = max(most, sum(other.numel() for other in held))
-        if rng.random() < 0.5:
-            pool.give(held.pop(rng.randrange(len(held))))
-        assert pool.in_use == sum(other.numel() for other in held)
-    assert pool.peak == most
-    for buffer in held:
-        pool.give(buffer)
-    allocated = pool.allocated
-    again = [pool.take(buffer.numel()) for buffer in held]
-    assert pool.allocated == allocated and {id(a) for a in again} <= {id(b) for b in held} | {id(a) for a in again}
-    for buffer in again:
-        pool.give(buffer)
-    pool.reset_peak()
-    assert pool.in_use == pool.peak == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])

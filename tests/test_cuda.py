@@ -8,8 +8,9 @@ from torch.autograd.graph import get_gradient_edge
 from optpipe import memory
 from optpipe.ops import Kind
 from runtime.accounting import Ledger
-from runtime.channel import CudaLane, HostPool
+from runtime.channel import CudaLane
 from runtime.executor import Executor
+from runtime.host_memory import HostPool
 from runtime.model import GPTConfig, build_layers, loss_fn
 from runtime.saved import InputGradient, Saved, enter, storages
 from runtime.stage import dropout_seed, seeded

@@ -253,7 +253,8 @@ def test_host_memory_is_used_again():
     executor.close()
     moved = [op.bytes for result in results for op in result.ops if op.kind == Kind.O]
     assert len(moved) == 3 * m and len(set(moved)) == 1
-    assert {result.host_peak_bytes for result in results} == {moved[0]} == {executor.pool.allocated}
+    assert {result.host_peak_bytes for result in results} == {moved[0]}
+    assert moved[0] <= executor.pool.allocated < moved[0] + 64 and executor.pool.allocations == 1
 
 
 def test_gradients_add_up_over_steps():

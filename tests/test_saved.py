@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optpipe.errors import RunFailed
 from runtime.accounting import Ledger
-from runtime.channel import HostPool
+from runtime.host_memory import HostPool
 from runtime.model import GPTConfig, build_layers
 from runtime.saved import InputGradient, Saved, enter, storages
 from runtime.split_backward import WeightStore, convert, deferring
