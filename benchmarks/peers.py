@@ -90,8 +90,12 @@ def problem_of(row: dict[str, str], placement: str) -> Problem:
         stage |= {"offloadable_bytes": size, "offload_ms": offload, "reload_ms": offload}
         for first in range(0, D, 2):
             pair = [d for d in (first, first + 1) if d < D]
-            both = [{"device": d, "direction": x} for d in pair for x in ("d2h", "h2d")]
-            channels.append({"name": f"link {first}", "transfers": both})
+            for x in ("d2h", "h2d"):
+                both = [{"device": d, "direction": x} for d in pair]
+                channels.append({"name": f"link {first} {x}", "transfers": both})
+        for d in range(D):
+            both = [{"device": d, "direction": x} for x in ("d2h", "h2d")]
+            channels.append({"name": f"device {d}", "transfers": both})
     return Problem.model_validate(
         {
             "num_microbatches": int(row["microbatches"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from optpipe.ops import Kind, Op, Ops
@@ -18,7 +18,9 @@ class Step(NamedTuple):
     microbatch: int
 
 
-def in_order(problem: Problem, orders: Sequence[Sequence[Step]]) -> Ops:
+def in_order(
+    problem: Problem, orders: Sequence[Sequence[Step]], release: Mapping[Step, float] | None = None
+) -> Ops:
     """The schedule in which every device runs its compute ops in the given order, each as early as possible.
 
     Parameters
@@ -27,6 +29,8 @@ def in_order(problem: Problem, orders: Sequence[Sequence[Step]]) -> Ops:
         The problem.
     orders
         Per device its compute ops (F, B, W, BW, C) in order.
+    release
+        Instants in ms before which an op must not start; those that are not in it may start at any time.
 
     Returns
     -------
@@ -38,6 +42,7 @@ def in_order(problem: Problem, orders: Sequence[Sequence[Step]]) -> Ops:
     ValueError
         The orders of the devices contradict each other or lack an op that another one needs.
     """
+    release = release or {}
     end: dict[Step, float] = {}
     backward: dict[tuple[int, int], Kind] = {
         step[1:]: step.kind for order in orders for step in order if step.kind in (Kind.B, Kind.BW)
@@ -51,7 +56,7 @@ def in_order(problem: Problem, orders: Sequence[Sequence[Step]]) -> Ops:
         d = ready.popleft()
         while len(done[d]) < len(orders[d]):
             step = orders[d][len(done[d])]
-            start = clock[d]
+            start = max(clock[d], release.get(step, 0.0))
             for need, lag in _inputs(problem, step, backward, recomputed):
                 if need not in end:
                     blocked[need] = d

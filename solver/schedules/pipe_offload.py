@@ -1,31 +1,32 @@
 """PipeOffload (arXiv:2503.01328): offloads whole chunks by a fixed rule, those that wait longest for their backward.
 
-The compute order is that of an interleaved schedule in groups, and its times stay as they are. The activations of the
-first chunk live longest, those of the last one hardest: of the first ``n`` chunks every microbatch leaves for the host
-as soon after its forward as the link allows, and comes back as late before its backward; one that would have to turn
-back before it has left stays. Group size, W's apart or not, and ``n`` are chosen: the shortest that fits, and of these
-the one that moves least.
+The compute order is that of an interleaved building block (:mod:`solver.schedules.group_block`), and its times stay as
+they are. The activations of the first chunk live longest, those of the last one hardest: of the first ``n`` chunks
+every microbatch leaves for the host as soon after its forward as the link allows, and comes back as late before its
+backward; one that would have to turn back before it has left stays. A W follows its B at once, or lets one op pass:
+what waits for its W cannot leave. Forwards may as late as what comes after them allows, or at the pace of the
+steady phase from the start: that takes less memory and gives the link more time. The shortest schedule that fits wins,
+of equal ones that which moves least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from optpipe import memory, metrics, semantics
 from optpipe.ops import Kind, Op, Ops
 from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotApply, DoesNotFit
-from solver.schedules.interleaved_zero_bubble import group_sizes, orders_of
-from solver.schedules.orders import in_order
+from solver.schedules.group_block import PERIOD, lags, timed_block
+from solver.schedules.interleaved_zero_bubble import group_sizes
+from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import looped_chunks
 from solver.schedules.timeline import Timeline, earliest_gap, latest_gap
 from solver.schedules.weights import with_weights
 from solver.tables import NO_LIMIT
 
-#: Ops placed at most, over all variants; the first order is tried in any case.
-_WORK = 400_000
-#: W's that may wait on a device, where they are apart.
-_PENDING = (1, 2)
+#: Ops placed at most, over all variants.
+_WORK = 1_500_000
 
 
 def pipe_offload(problem: Problem, *, objective: str = "makespan") -> Ops:
@@ -43,16 +44,21 @@ def pipe_offload(problem: Problem, *, objective: str = "makespan") -> Ops:
         raise DoesNotApply("needs several stages a device")
     if not any(problem.can_offload(s) for s in range(problem.num_stages)):
         raise DoesNotApply("needs something to offload, and a link to the host")
-    best: Ops | None = None
-    best_value = (float("inf"), 0)
-    for ops in _variants(problem, chunks):
-        length = metrics.span(problem, ops) if objective == "span" else semantics.makespan(ops)
-        value = (length, int((ops.kind == Kind.O).sum()))
-        if value < best_value and _fits(problem, ops):
-            best, best_value = ops, value
-    if best is None:
-        raise DoesNotFit("needs more memory even with all chunks offloaded")
-    return best
+    bases = list(_bases(problem, chunks))
+    lengths = [metrics.span(problem, ops) if objective == "span" else semantics.makespan(ops) for ops in bases]
+    work = _WORK
+    # Transfers leave the compute times as they are, so the first fit is the shortest.
+    for number in sorted(range(len(bases)), key=lengths.__getitem__):
+        for offloaded in range(chunks + 1):
+            for late in (False, True):
+                base = forwards_late(problem, bases[number]) if late else bases[number]
+                ops = with_transfers(problem, base, range(offloaded * problem.num_devices))
+                if _fits(problem, ops):
+                    return ops
+                work -= len(ops)
+        if work <= 0:
+            break
+    raise DoesNotFit("needs more memory even with all chunks offloaded")
 
 
 def _fits(problem: Problem, ops: Ops) -> bool:
@@ -60,30 +66,52 @@ def _fits(problem: Problem, ops: Ops) -> bool:
     return all(peak <= budget for peak, budget in zip(memory.peaks(problem, ops), budgets, strict=True))
 
 
-def _variants(problem: Problem, chunks: int) -> Iterator[Ops]:
-    work = _WORK
-    for base in _bases(problem, chunks):
-        for offloaded in range(chunks + 1):
-            yield with_transfers(problem, base, range(offloaded * problem.num_devices))
-        work -= (3 + 2 * chunks) * problem.num_stages * problem.num_microbatches
-        if work <= 0:
-            return
-
-
 def _bases(problem: Problem, chunks: int) -> Iterator[Ops]:
-    """Interleaved schedules in groups: W's with their B's; W's apart, but soon: what waits for its W cannot leave."""
+    """The building blocks in groups of all sizes: with each W at once or a little later, with BW's, and paced."""
     unlimited = [NO_LIMIT] * problem.num_devices
+    unit = max(stage.forward_ms + stage.backward_ms + stage.weight_ms for stage in problem.stages) / PERIOD
+    fused = any(stage.bw_ms < stage.backward_ms + stage.weight_ms for stage in problem.stages)
     for group in group_sizes(problem.num_devices):
-        for extra in range(2):
-            split = orders_of(problem, chunks, group, extra)
-            whole = [[step._replace(kind=Kind.BW) if step.kind == Kind.B else step for step in row] for row in split]
+        for lag in lags(problem.num_devices, group):
+            timed = timed_block(problem, chunks, group, lag)
+            orders = [[step for _, step in row] for row in timed]
+            split = _backwards_as(orders, (Kind.B, Kind.W))
             try:
-                together = in_order(problem, whole)
+                yield in_order(problem, split)
             except ValueError:
                 continue  # a device waits for another in a circle
-            yield together
-            for pending in _PENDING:
-                yield in_order(problem, with_weights(problem, split, unlimited, lazy=False, most_pending=pending))
+            yield in_order(problem, with_weights(problem, orders, unlimited, lazy=False, most_pending=1))
+            if fused:
+                yield in_order(problem, _backwards_as(orders, (Kind.BW,)))
+            pace = {step: unit * time for row in timed for time, step in row if step.kind == Kind.F}
+            yield in_order(problem, split, pace)
+
+
+def _backwards_as(orders: Sequence[Sequence[Step]], kinds: tuple[Kind, ...]) -> list[list[Step]]:
+    """The orders with these ops in place of each B."""
+    return [
+        [part for step in order for part in ([step._replace(kind=k) for k in kinds] if step.kind == Kind.B else [step])]
+        for order in orders
+    ]
+
+
+def forwards_late(problem: Problem, base: Ops) -> Ops:
+    """The schedule with each F as late as what comes after it allows."""
+    late: list[Op] = []
+    start: dict[tuple[Kind, int, int], float] = {}
+    next_start = [float("inf")] * problem.num_devices
+    for op in sorted(base, key=lambda op: (-op.start, -op.end)):
+        device = problem.stages[op.stage].device
+        if op.kind == Kind.F:
+            backward = min(start.get((kind, op.stage, op.microbatch), float("inf")) for kind in (Kind.B, Kind.BW))
+            above = start.get((Kind.F, op.stage + 1, op.microbatch), float("inf"))
+            lag = problem.comm_ms[op.stage] if op.stage + 1 < problem.num_stages else 0.0
+            end = max(op.end, min(next_start[device], backward, above - lag))
+            op = op._replace(start=op.start + end - op.end, end=end)
+        start[op.kind, op.stage, op.microbatch] = op.start
+        next_start[device] = op.start
+        late.append(op)
+    return Ops.of(late)
 
 
 def with_transfers(problem: Problem, base: Ops, stages: range) -> Ops:
