@@ -387,8 +387,11 @@ def import_(file: str, task_file: str, output: str, as_json: bool) -> None:
 @click.option("--config", type=click.Path(), help="A config whose training part goes before the plan's.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps in all.  [default: the config's]")
 @click.option("--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder.")
+@click.option("--trace", type=click.Path(), metavar="FILE", help="Write when the ops of the last steps ran.")
 @json_option
-def train(plan_file: str, config: str | None, steps: int | None, resume: str | None, as_json: bool) -> None:
+def train(
+    plan_file: str, config: str | None, steps: int | None, resume: str | None, trace: str | None, as_json: bool
+) -> None:
     """Train the model of a plan under its schedule.
 
     Alone it starts one local process a device; under torchrun it joins the processes that are there.
@@ -398,6 +401,8 @@ def train(plan_file: str, config: str | None, steps: int | None, resume: str | N
 
     plan = Plan.read(plan_file)
     settings = None if config is None else Config.read(config)
+    if trace is not None:
+        check_output(trace)
     from optpipe import metrics, report
     from runtime import launch
     from runtime.train import settings_of
@@ -412,7 +417,7 @@ def train(plan_file: str, config: str | None, steps: int | None, resume: str | N
     if launch.is_chief() and not as_json:
         for line in report.facts(plan):
             click.echo(line)
-    summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, file=plan_file)
+    summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, trace=trace, file=plan_file)
     if not launch.is_chief():
         return
     if as_json:
@@ -422,6 +427,8 @@ def train(plan_file: str, config: str | None, steps: int | None, resume: str | N
     console.print(report.run_table(summary.to_json()))
     if summary.checkpoint:
         console.print(f"checkpoint in {summary.checkpoint}")
+    if trace is not None:
+        console.print(f"trace in {trace}")
 
 
 @command("optpipe cache list")

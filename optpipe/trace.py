@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optpipe import files, semantics
+from optpipe import files, memory, semantics
 from optpipe.errors import InputError
 from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.problem import LONGEST_MS, Problem
@@ -46,6 +46,20 @@ class StepTrace:
     peak_bytes: list[int]
     message_peak_bytes: list[int]
     host_peak_bytes: list[int]
+
+    def held(self, problem: Problem, device: int) -> tuple[Floats, Ints]:
+        """The memory curve of a device: instants (ms), and the bytes held from each on.
+
+        A sample is taken as an op begins, before it takes anything, so between two samples the larger one is shown.
+        Without samples it is what the ops, as they ran, hold by the plan's figures.
+        """
+        times, levels = self.memory[device]
+        if not len(times):
+            return memory.curve(problem, self.ops, device)
+        order = np.argsort(times, kind="stable")
+        times, levels = times[order], levels[order]
+        last = max(float(self.ops.end.max(initial=0.0)), float(times[-1]))
+        return np.append(times, last), np.append(np.maximum(levels, np.append(levels[1:], 0)), 0)
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ def device_json(
     ops: Ops,
     memory_wait_ms: Floats,
     message_wait_ms: Floats,
-    memory: tuple[Floats, Ints],
+    samples: tuple[Floats, Ints],
     peaks: tuple[int, int, int],
 ) -> dict[str, Any]:
     """What the file holds of one device in one step: columns of ops and of memory samples, and three peaks."""
@@ -108,9 +122,9 @@ def device_json(
         "message_wait_ms": np.round(message_wait_ms, 6).tolist(),
         "bytes": np.maximum(ops.bytes, 0).tolist(),
     }
-    samples = {"time": np.round(memory[0], 6).tolist(), "bytes": memory[1].tolist()}
+    sampled = {"time": np.round(samples[0], 6).tolist(), "bytes": samples[1].tolist()}
     names = ("peak_bytes", "message_peak_bytes", "host_peak_bytes")
-    return {"ops": columns, "memory": samples, **dict(zip(names, peaks, strict=True))}
+    return {"ops": columns, "memory": sampled, **dict(zip(names, peaks, strict=True))}
 
 
 def trace_json(problem: Problem, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,7 +141,7 @@ def _step(value: Any, problem: Problem, file: str | Path, key: str) -> StepTrace
         raise InputError(file, f"{key}.step", f"expected an integer, not {value.get('step')!r:.40}")
     begin = float(_floats([value.get("begin_ms")], file, f"{key}.begin_ms")[0])
     columns: dict[str, list[Any]] = {name: [] for name in _OP_KEYS}
-    memory, peaks = [], []
+    held, peaks = [], []
     for number, device in enumerate(devices):
         where = f"{key}.devices[{number}]"
         if not isinstance(device, dict):
@@ -136,14 +150,14 @@ def _step(value: Any, problem: Problem, file: str | Path, key: str) -> StepTrace
         for name, values in _checked(found, problem, number, file, f"{where}.ops").items():
             columns[name] += values
         samples = _columns(device.get("memory"), ("time", "bytes"), file, f"{where}.memory")
-        memory.append((_floats(samples["time"], file, where), _floats(samples["bytes"], file, where).astype(np.int64)))
+        held.append((_floats(samples["time"], file, where), _floats(samples["bytes"], file, where).astype(np.int64)))
         names = ("peak_bytes", "message_peak_bytes", "host_peak_bytes")
         peaks.append([_floats([device.get(name)], file, f"{where}.{name}")[0] for name in names])
     starts, ends = (_floats(columns[name], file, key) for name in ("start", "end"))
     ops = Ops.columns(columns["kind"], columns["stage"], columns["microbatch"], starts, ends, columns["bytes"])
-    held, sent, host = ([int(row[n]) for row in peaks] for n in range(3))
+    most, sent, host = ([int(row[n]) for row in peaks] for n in range(3))
     waits = [_floats(columns[name], file, key) for name in ("memory_wait_ms", "message_wait_ms")]
-    return StepTrace(value["step"], begin, ops, waits[0], waits[1], memory, held, sent, host)
+    return StepTrace(value["step"], begin, ops, waits[0], waits[1], held, most, sent, host)
 
 
 def _columns(value: Any, names: tuple[str, ...], file: str | Path, key: str) -> dict[str, list[Any]]:
@@ -165,10 +179,9 @@ def _checked(
     ):
         held = type(stage) is int and 0 <= stage < problem.num_stages and problem.stages[stage].device == device
         known = type(microbatch) is int and 0 <= microbatch < problem.num_microbatches
-        if name not in names or not held or not known or type(moved) is not int or not 0 <= moved < 2**62:
-            raise InputError(
-                file, key, f"has {name!r:.10}({stage!r:.10},{microbatch!r:.10}), which is not of this plan"
-            )
+        real = isinstance(name, str) and name in names and type(moved) is int and 0 <= moved < 2**62
+        if not (real and held and known):
+            raise InputError(file, key, f"has {f'{name}({stage},{microbatch})':.60}, which is not of this plan")
     kinds = [names[name] for name in found["kind"]]
     moved = [b if kind >= Kind.O else -1 for kind, b in zip(kinds, found["bytes"], strict=True)]
     return {**found, "kind": kinds, "bytes": moved}

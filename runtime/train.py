@@ -23,6 +23,7 @@ from runtime import checkpoint, data, evaluate, gather, launch, optimizer, stage
 from runtime.executor import Executor, StepResult
 from runtime.metrics_log import MetricsLog, Step, Summary
 from runtime.model import loss_fn
+from runtime.tracing import Tracer
 from runtime.worker import Rank
 
 #: Steps at the start that the summary's times leave out: they set up connections and caches.
@@ -38,6 +39,7 @@ def train(
     steps: int | None = None,
     resume: str | Path | None = None,
     on_step: Callable[[Step], None] | None = None,
+    trace: str | Path | None = None,
     file: str | Path = "",
 ) -> Summary:
     """Train the model of a plan under its schedule, on one local rank a device, or on the ranks of torchrun.
@@ -52,6 +54,8 @@ def train(
         Go before the config's ``train.steps`` and ``train.resume``.
     on_step
         Called after every ``train.log_every``-th step, in the launching process (under torchrun: on rank 0).
+    trace
+        Where the trace of the last steps goes (see ``optpipe.trace``).
     file
         The plan's file, for messages.
 
@@ -86,6 +90,8 @@ def train(
             on_step(step)
 
     arguments = {"plan": plan.to_json(), "config": settings.to_json(), "file": str(settings.file)}
+    if trace is not None:
+        arguments["trace"] = str(trace)
     return Summary(**launch.launch(train_rank, arguments, ranks, device, hear))
 
 
@@ -156,10 +162,12 @@ def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "")
     return settings
 
 
-def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str) -> dict[str, Any]:
+def train_rank(
+    rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str, trace: str | None = None
+) -> dict[str, Any]:
     """The training loop of one rank; the fields of the summary, the same on every rank."""
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
-    run = _Run(rank, settings, schedule)
+    run = _Run(rank, settings, schedule, traced=trace is not None)
     every, total = settings.train.checkpoint_every, settings.train.steps
     with run.executor, MetricsLog(settings.train.metrics if rank.rank == 0 else None, run.first) as log:
         for number in range(run.first, total):
@@ -169,13 +177,16 @@ def train_rank(rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: s
                 rank.send(step.to_json())
             if step.step == total or (every is not None and step.step % every == 0):
                 run.save(step.step)
+    if run.tracer is not None and trace is not None:
+        run.tracer.write(trace, schedule.problem)
     return vars(run.summary())
 
 
 class _Run:
     """One rank's model, data and optimiser, and the records of its steps."""
 
-    def __init__(self, rank: Rank, config: Config, plan: Plan) -> None:
+    def __init__(self, rank: Rank, config: Config, plan: Plan, *, traced: bool = False) -> None:
+        self.tracer = Tracer(samples=rank.device.type == "cpu") if traced else None
         self.rank, self.config, self.plan = rank, config, plan
         self.stages = stages.build_stages(config, rank.rank, rank.device)
         bandwidth = config.offload.bandwidth_bytes_per_s
@@ -187,7 +198,10 @@ class _Run:
             device=rank.device,
             bandwidth=(bandwidth, bandwidth),
             seed=config.train.seed,
+            before_op=None if self.tracer is None else self.tracer.sample,
         )
+        if self.tracer is not None:
+            self.tracer.ledger = self.executor.ledger
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
         self.first = 0
         if config.train.resume is not None:
@@ -203,6 +217,8 @@ class _Run:
         began = time.perf_counter()
         inputs, targets = self._batch(number)
         result = self.executor.step(inputs, targets, number=number)
+        if self.tracer is not None:
+            self.tracer.record(number + 1, result)
         norm = optimizer.apply(self.optimizer, self.config.optimizer, number)
         if self.rank.device.type == "cuda":
             torch.cuda.synchronize(self.rank.device)

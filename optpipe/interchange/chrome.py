@@ -118,7 +118,7 @@ def _memory(track: _Track, device: int, times: Floats, levels: Ints) -> Iterator
 
 
 def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
-    """One step of a run: its ops, their waits, memory as sampled."""
+    """One step of a run: its ops, their waits, memory."""
     yield from _ops(track, step.ops)
     device = semantics.device_of(track.problem, step.ops)
     for op in np.flatnonzero(step.ops.is_compute).tolist():
@@ -139,9 +139,8 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
                     "dur": _us(length),
                     "args": {"op": step.ops[op].label},
                 }
-    for number, (times, levels) in enumerate(step.memory):
-        order = np.argsort(times, kind="stable")
-        yield from _memory(track, number, times[order], levels[order])
+    for number in range(track.problem.num_devices):
+        yield from _memory(track, number, *step.held(track.problem, number))
 
 
 def _us(time: float) -> float:

@@ -31,11 +31,9 @@ def of_plan(plan: Plan, label: str) -> dict[str, Any]:
 
 
 def of_run(plan: Plan, step: StepTrace) -> dict[str, Any]:
-    """The chart of a measured step of a plan. Its memory curve is what was sampled as ops began."""
+    """The chart of a measured step of a plan."""
     problem = plan.problem
-    curves = [
-        curve if len(curve[0]) else memory.curve(problem, step.ops, device) for device, curve in enumerate(step.memory)
-    ]
+    curves = [step.held(problem, device) for device in range(problem.num_devices)]
     facts = [
         ["what", f"step {step.number} of a run, as measured"],
         ["length", f"{semantics.makespan(step.ops):.5g} ms"],

@@ -1,0 +1,108 @@
+"""Records when ops really ran, for ``optpipe train --trace``: the last steps of a run, all ranks on one clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from optpipe import files, trace
+from optpipe.ops import Kind, Ops
+from optpipe.problem import Problem
+from runtime import gather
+from runtime.accounting import Ledger
+from runtime.executor import StepResult
+
+#: Steps that a trace holds: those before are forgotten, so that a long run costs no memory.
+STEPS = 5
+_ROUNDS = 5
+
+
+class Tracer:
+    """What one rank remembers of its last steps.
+
+    ``sample`` goes to the executor as ``before_op``: it reads the ledger as each op begins. On CUDA the host runs ahead
+    of the device, so there memory is not sampled.
+    """
+
+    def __init__(self, *, samples: bool = True) -> None:
+        self.ledger: Ledger | None = None
+        self._samples = samples
+        self._memory: list[tuple[float, int]] = []
+        self._steps: deque[tuple[int, float, dict[str, Any]]] = deque(maxlen=STEPS)
+        self._offset = clock_offset()
+
+    def sample(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Note how much memory is held, in whatever thread this is."""
+        if self.ledger is not None and self._samples:
+            self._memory.append((time.perf_counter(), self.ledger.activation_bytes))
+
+    def record(self, number: int, result: StepResult) -> None:
+        """Keep a step; its number counts from 1."""
+        records = result.ops
+        ops = Ops.columns(
+            [r.kind for r in records],
+            [r.stage for r in records],
+            [r.microbatch for r in records],
+            [r.start for r in records],
+            [r.end for r in records],
+            [r.bytes for r in records],
+        )
+        samples, self._memory = sorted(self._memory), []
+        times = (np.array([at for at, _ in samples], np.float64) - result.origin) * 1e3
+        device = trace.device_json(
+            ops,
+            np.array([r.memory_wait_ms for r in records], np.float64),
+            np.array([r.message_wait_ms for r in records], np.float64),
+            (times, np.array([size for _, size in samples], np.int64)),
+            (result.peak_bytes, result.message_peak_bytes, result.host_peak_bytes),
+        )
+        self._steps.append((number, result.origin + self._offset, device))
+
+    def write(self, path: str | Path, problem: Problem) -> None:
+        """Gather the steps of all ranks; rank 0 writes the file. Every rank calls it."""
+        mine = [{"step": number, "origin": origin, "device": device} for number, origin, device in self._steps]
+        ranks = gather.objects(mine)
+        if dist.get_rank() != 0:
+            return
+        steps = []
+        first = min((rank[0]["origin"] for rank in ranks if rank), default=0.0)
+        for parts in zip(*ranks, strict=True):
+            begin = min(part["origin"] for part in parts)
+            for part in parts:
+                _shift(part["device"], (part["origin"] - begin) * 1e3)
+            devices = [part["device"] for part in parts]
+            steps.append({"step": parts[0]["step"], "begin_ms": (begin - first) * 1e3, "devices": devices})
+        files.write_json(path, trace.trace_json(problem, steps))
+
+
+def _shift(device: dict[str, Any], later_ms: float) -> None:
+    """Move a device's times to the clock of the step."""
+    for columns, names in ((device["ops"], ("start", "end")), (device["memory"], ("time",))):
+        for name in names:
+            columns[name] = [round(time_ms + later_ms, 6) for time_ms in columns[name]]
+
+
+def clock_offset() -> float:
+    """Seconds to add to this process's ``perf_counter`` for that of rank 0. Every rank calls it.
+
+    Processes of one machine share the clock. Between machines it is the median of a few readings right after a
+    barrier, good to about the time that a barrier takes to be left.
+    """
+    machine = Path("/proc/sys/kernel/random/boot_id")
+    name = float(zlib.crc32(machine.read_bytes())) if machine.exists() else 0.0
+    readings = []
+    for _ in range(_ROUNDS):
+        gather.barrier()
+        rows = gather.numbers([name, time.perf_counter()])
+        readings.append(rows)
+    mine = dist.get_rank()
+    if readings[0][mine][0] == readings[0][0][0]:
+        return 0.0
+    return statistics.median(rows[0][1] - rows[mine][1] for rows in readings)

@@ -1,0 +1,228 @@
+"""Traces of runs: their file, what is made of it, and the Chrome format of plans and runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cli import main
+from optpipe import files, memory, semantics
+from optpipe.errors import InputError
+from optpipe.interchange import chrome
+from optpipe.ops import Kind
+from optpipe.page import render, tables
+from optpipe.plan import Plan
+from optpipe.trace import Trace, device_json, trace_json
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def run_of(plan: Plan, *stretches: float) -> dict[str, Any]:
+    """The JSON of a run whose steps are the plan, stretched; each compute op waited 0.25 ms for a message."""
+    problem, steps = plan.problem, []
+    for number, factor in enumerate(stretches, 1):
+        devices = []
+        for device in range(problem.num_devices):
+            own = plan.ops.take(semantics.device_of(problem, plan.ops) == device)
+            # A run knows what it moved, a plan names it only where it is a part.
+            moved = semantics.moved_bytes(problem, own)
+            ops = replace(own.at(own.start * factor, own.end * factor), bytes=moved)
+            waited = np.where(ops.is_compute, 0.25, 0.0)
+            samples = (np.array([0.0, 1.0, 2.0]), np.array([0, 500, 400]))
+            devices.append(device_json(ops, np.zeros(len(ops)), waited, samples, (500, 7, 9)))
+        steps.append({"step": number, "begin_ms": 100.0 * (number - 1), "devices": devices})
+    return trace_json(problem, steps)
+
+
+@pytest.fixture
+def run_file(tiny_plan: Plan, tmp_path: Path) -> Path:
+    files.write_json(tmp_path / "run.json", run_of(tiny_plan, 3.0, 2.0, 1.5, 9.0))
+    return tmp_path / "run.json"
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_comes_back_as_it_was_written(tiny_plan, run_file):
+    trace = Trace.read(run_file, tiny_plan.problem)
+    assert [step.number for step in trace.steps] == [1, 2, 3, 4]
+    step = trace.steps[1]
+    assert step.begin_ms == 100.0
+    assert step.peak_bytes == [500, 500] and step.message_peak_bytes == [7, 7] and step.host_peak_bytes == [9, 9]
+    planned = {op.label: op for op in tiny_plan.ops}
+    assert len(step.ops) == len(tiny_plan.ops)
+    for op, waited in zip(step.ops, step.message_wait_ms.tolist(), strict=True):
+        assert (op.start, op.end) == pytest.approx((2 * planned[op.label].start, 2 * planned[op.label].end))
+        assert waited == (0.25 if op.kind < Kind.O else 0.0)
+
+
+def test_the_typical_step_is_of_median_length(tiny_plan, run_file):
+    assert Trace.read(run_file, tiny_plan.problem).typical.number == 2
+
+
+def test_the_memory_curve_is_never_below_a_sample_around_it(tiny_plan, run_file):
+    step = Trace.read(run_file, tiny_plan.problem).steps[0]
+    times, levels = step.held(tiny_plan.problem, 0)
+    assert times.tolist() == pytest.approx([0.0, 1.0, 2.0, float(step.ops.end.max())])
+    assert levels.tolist() == [500, 500, 400, 0]
+
+
+def test_without_samples_it_is_what_the_ops_hold(tiny_plan, tmp_path):
+    value = run_of(tiny_plan, 2.0)
+    for device in value["steps"][0]["devices"]:
+        device["memory"] = {"time": [], "bytes": []}
+    files.write_json(tmp_path / "run.json", value)
+    step = Trace.read(tmp_path / "run.json", tiny_plan.problem).steps[0]
+    assert step.held(tiny_plan.problem, 0)[1].max() == memory.peaks(tiny_plan.problem, tiny_plan.ops)[0]
+
+
+def change(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:
+    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    here: Any = value
+    for part in way:
+        here = here[part]
+    here[last] = new
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "said"),
+    [
+        ("format", "optpipe-plan", "format: expected 'optpipe-trace'"),
+        ("version", 2, "version: expected 1, not 2"),
+        ("steps", [], "steps: expected a list with at least one step"),
+        ("steps.0", 7, "steps[0].devices: expected 2 of them"),
+        ("steps.0.devices", [], "steps[0].devices: expected 2 of them"),
+        ("steps.0.step", "one", "steps[0].step: expected an integer"),
+        ("steps.0.begin_ms", None, "steps[0].begin_ms: expected numbers, not None"),
+        ("steps.0.devices.0", [], "steps[0].devices[0]: expected an object"),
+        ("steps.0.devices.0.ops", {}, "steps[0].devices[0].ops: expected the lists kind, stage"),
+        ("steps.0.devices.0.ops.start", [1.0], "steps[0].devices[0].ops: has lists of different lengths"),
+        ("steps.0.devices.0.ops.kind.0", "Q", "which is not of this plan"),
+        ("steps.0.devices.0.ops.kind.0", ["F"], "which is not of this plan"),
+        ("steps.0.devices.0.ops.stage.0", 1, "F(1,0), which is not of this plan"),
+        ("steps.0.devices.0.ops.microbatch.0", 4, "F(0,4), which is not of this plan"),
+        ("steps.0.devices.0.ops.start.0", "soon", "expected numbers, not 'soon'"),
+        ("steps.0.devices.0.ops.end.0", 1e300, "expected numbers, not 1e+300"),
+        ("steps.0.devices.1.memory", {"time": [1.0], "bytes": []}, "has lists of different lengths"),
+        ("steps.0.devices.1.peak_bytes", None, "steps[0].devices[1].peak_bytes: expected numbers, not None"),
+    ],
+)
+def test_what_is_no_trace_of_this_plan_is_refused_in_one_line(path, new, said, tiny_plan, tmp_path):
+    files.write_json(tmp_path / "run.json", change(run_of(tiny_plan, 2.0), path, new))
+    with pytest.raises(InputError) as error:
+        Trace.read(tmp_path / "run.json", tiny_plan.problem)
+    assert said in str(error.value)
+
+
+# --- beside the plan ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_where_the_run_differed(tiny_plan, tiny_plan_file, run_file, tmp_path):
+    arguments = ("export", tiny_plan_file, "--to", "html", "-o", tmp_path / "run.html", "--no-compare")
+    assert invoke(*arguments, "--trace", run_file).exit_code == 0
+    page = (tmp_path / "run.html").read_text()
+    assert "step 2 of a run, as measured" in page
+    durations, devices = tables.of_run(tiny_plan, Trace.read(run_file, tiny_plan.problem).typical)
+    assert ["F of stage 0", "1 ms", "2 ms", "2 to 2 ms", "+100.0%"] in [list(row) for row in durations.rows]
+    # Device 1 has four each of F, B and W of 1 ms; each waited 0.25 ms.
+    assert list(devices.rows[1]) == ["device 1", "12 ms", "24 ms", "0 ms", "3 ms", "1 kB", "500 B"]
+    for row in (*durations.rows, *devices.rows):
+        assert all(cell in page for cell in row)
+
+
+# --- Chrome's format ------------------------------------------------------------------------------------------------
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events, each with what its phase must have."""
+    value = json.loads(text)
+    needed = {
+        "X": {"name", "ts", "dur", "pid", "tid"},
+        "M": {"name", "pid", "args"},
+        "C": {"name", "ts", "pid", "args"},
+        "s": {"name", "ts", "pid", "tid", "id"},
+        "f": {"name", "ts", "pid", "tid", "id", "bp"},
+    }
+    for event in value["traceEvents"]:
+        assert needed[event["ph"]] <= event.keys(), event
+        assert event.get("dur", 0) >= 0
+    return value["traceEvents"]
+
+
+def test_every_op_is_a_slice_in_microseconds(tiny_plan):
+    events = events_of(chrome.text_of(tiny_plan))
+    found = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert len(found) == len(tiny_plan.ops)
+    for op in tiny_plan.ops:
+        event = found[op.label]
+        assert (event["ts"], event["dur"]) == pytest.approx((1e3 * op.start, 1e3 * (op.end - op.start)), abs=1e-3)
+        assert event["pid"] == tiny_plan.problem.stages[op.stage].device
+        assert event["tid"] == {Kind.O: 1, Kind.R: 2}.get(op.kind, 0)
+
+
+def test_arrows_lead_from_op_to_op_across_devices(tiny_plan):
+    events = events_of(chrome.text_of(tiny_plan))
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == 2 * tiny_plan.problem.num_microbatches
+    assert all(begins[key]["pid"] != ends[key]["pid"] and begins[key]["ts"] < ends[key]["ts"] for key in begins)
+
+
+def test_memory_is_a_counter_with_the_plans_peak(tiny_plan):
+    events = events_of(chrome.text_of(tiny_plan))
+    for device, peak in enumerate(memory.peaks(tiny_plan.problem, tiny_plan.ops)):
+        levels = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == device]
+        assert max(levels) == peak and levels[-1] == 0
+
+
+def test_a_run_stands_below_its_plan_with_its_waits(tiny_plan, tiny_plan_file, run_file, tmp_path):
+    arguments = ("export", tiny_plan_file, "--to", "trace", "-o", tmp_path / "out.json", "--trace", run_file)
+    assert invoke(*arguments).exit_code == 0
+    events = events_of((tmp_path / "out.json").read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [names[pid] for pid in sorted(names)] == [
+        "plan: device 0 (stage 0)",
+        "plan: device 1 (stage 1)",
+        "run: device 0 (stage 0)",
+        "run: device 1 (stage 1)",
+    ]
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert sorted(order, key=order.__getitem__) == [0, 2, 1, 3]
+    run = [event for event in events if event["ph"] == "X" and event["pid"] >= 2]
+    assert len(run) == 4 * (len(tiny_plan.ops) + int(tiny_plan.ops.is_compute.sum()))
+    waits = [event for event in run if event["tid"] == 3]
+    assert all(event["dur"] == pytest.approx(250) for event in waits)
+    starts = {(event["pid"], round(event["ts"])) for event in run if event["tid"] == 0}
+    assert all((event["pid"], round(event["ts"] + 250)) in starts for event in waits)
+    # Steps follow each other on one clock.
+    first = [event["ts"] for event in run if event["name"] == "F(0,0)"]
+    assert first == [0.0, 100_000.0, 200_000.0, 300_000.0]
+
+
+def test_a_run_is_drawn_without_a_fault(tiny_plan, run_file, tmp_path):
+    from tests import browser
+
+    if browser.CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    page = render(tiny_plan, trace=Trace.read(run_file, tiny_plan.problem))
+    script = """
+    const [plan, run] = report.panes;
+    const op = run.chart.index.get(plan.chart.key(3)), box = run.chart.box(op, report.state.view, run.width, 0);
+    const place = run.scroll.getBoundingClientRect();
+    report.hover(run, {clientX: place.left + 1 + box.x + 2, clientY: place.top + 1 + box.y + 3});
+    return {told: document.getElementById("tip").innerText, key: plan.chart.label(3)};
+    """
+    answer = browser.ask(page, script, tmp_path)
+    assert answer["faults"] == []
+    assert answer["told"].startswith(answer["key"])
+    assert "plan: " in answer["told"]
