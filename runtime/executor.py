@@ -1,21 +1,15 @@
 """Runs a plan: one training step after another on this rank's device.
 
-The executor replays the plan's order, not its clock. Its host goes through the device's program once a step: it runs
-compute ops, and between them hands transfers to the copy lanes and messages to the transport, which do their part
-meanwhile. On CUDA the host only enqueues; the waits below are then between streams.
-
-    for each compute op:  wait for the transfers it comes after       memory rule, reload
-                          wait for its message                        input or gradient
-                          run it
-                          give its output to the next stage
+The executor replays the plan's order, not its clock. Its host goes through the device's program once a step (``run``):
+it runs compute ops, and between them hands transfers to the copy lanes and messages to the transport, which do their
+part meanwhile. On CUDA the host only enqueues, and waits are between streams.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +21,20 @@ from optpipe.plan import Plan
 from optpipe.verify import verify
 from runtime import checks, host_layout
 from runtime import program as programs
-from runtime import result as results
 from runtime.accounting import Ledger
 from runtime.boundary import Boundary, TensorSpec, most_bytes
 from runtime.channel import copy_lane
-from runtime.events import Event, Failure, PeerLost, clock
+from runtime.events import Failure, PeerLost
 from runtime.gradients import GradientSync
 from runtime.host_memory import HostPool
+from runtime.memory_manager import MemoryManager, cuda_headroom
 from runtime.nccl import NcclTransport
-from runtime.program import Compute, Move
-from runtime.result import Mark, OpRecord, StepResult
-from runtime.stage import LossFn, Stage, dropout_seed, own_random_numbers
-from runtime.transport import GlooTransport, LocalTransport, Parcel, RankTransport
+from runtime.result import OpRecord, StepResult
+from runtime.run import BeforeOp, Parts, Run
+from runtime.stage import LossFn, Stage, own_random_numbers
+from runtime.transport import GlooTransport, LocalTransport, RankTransport
 
 __all__ = ["Boundary", "Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
-
-#: Called in an op's lane as the op begins, with its kind, stage and microbatch: for tests and emulation.
-BeforeOp = Callable[[Kind, int, int], None]
 
 
 class Executor:
@@ -108,7 +99,7 @@ class Executor:
         self._number = checks.own_device(self._ranks)
         self._boundaries = list(boundaries)
         checks.check_parts(problem, self._number, self._ranks, stages, self._boundaries)
-        self._seed, self._before_op, self._syncs = seed, before_op, list(syncs)
+        self._syncs = list(syncs)
         self.program = programs.build(plan, self._number, [most_bytes(boundary) for boundary in self._boundaries])
         self.ledger, self.failure = Ledger(), Failure()
         self.pool = HostPool(pinned=self.device.type == "cuda")
@@ -132,9 +123,23 @@ class Executor:
         self._transport = self._connect(timeout_s)
         out = copy_lane("offload lane", self.device, self.failure, bandwidth[0])
         back = out if self.program.half_duplex else copy_lane("reload lane", self.device, self.failure, bandwidth[1])
-        self._lanes = {Kind.O: out, Kind.R: back}
         self.planned_peak_bytes: int = memory.peaks(problem, plan.ops)[self._number]
-        self._run = _Run()
+        headroom = cuda_headroom(self.device) if self.device.type == "cuda" else None
+        self.manager = MemoryManager(problem, self.program, self.ledger, headroom)
+        self._parts = Parts(
+            self.device,
+            self.program,
+            self._stages,
+            self._boundaries,
+            self._transport,
+            {Kind.O: out, Kind.R: back},
+            self.failure,
+            self.manager,
+            self._syncs,
+            seed,
+            before_op,
+        )
+        self._run: Run | None = None
 
     @property
     def message_bytes(self) -> int:
@@ -189,29 +194,13 @@ class Executor:
             stage.begin([*inputs, *targets], denominator)
         self.ledger.reset_peaks()
         self.pool.reset_peak()
-        self._run = run = _Run(inputs, targets, number, first_microbatch)
-        run.backwards_left = (
-            Counter(dict.fromkeys(self._stages, self.plan.problem.num_microbatches)) if is_last else Counter()
-        )
-        run.clock = clock(self.device)
-        run.origin = time.perf_counter()
+        self._run = run = Run(self._parts, inputs, targets, number, first_microbatch, is_last)
         try:
             with own_random_numbers(self.device):
-                for item in self.program.items:
-                    if isinstance(item, Compute):
-                        self._compute(item)
-                    else:
-                        self._move(item)
-            for lane in self._lanes.values():
-                lane.settle()
-            self._transport.drain()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                run.go()
+            self._settle()
             for stage in self._stages.values():
                 stage.finish(is_last=is_last)
-            if self.pool.overflowed and not self.pool.in_use:
-                # The plan's sizes are not the model's: from the next run on there is a place for everything.
-                self.pool.lay_out(host_layout.lay_out(self._offloads, self.pool.needs()))
             run.doing = "gradients between ranks"
             for sync in self._syncs if is_last else ():
                 sync.finish()
@@ -225,8 +214,32 @@ class Executor:
             assert first is not None
             raise first from first.__cause__
         finally:
-            self._run = _Run()
+            self._run = None
         return self._result(run)
+
+    def _settle(self) -> None:
+        """Wait for what is still under way."""
+        for lane in self._parts.lanes.values():
+            lane.settle()
+        self._transport.drain()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.pool.overflowed and not self.pool.in_use:
+            # The plan's sizes are not the model's: from the next run on there is a place for everything.
+            self.pool.lay_out(host_layout.lay_out(self._offloads, self.pool.needs()))
+
+    def _result(self, run: Run) -> StepResult:
+        step_ms = (time.perf_counter() - run.origin) * 1e3
+        return StepResult(
+            run.loss() if self._holds_last else None,
+            self.ledger.activation_peak,
+            self.ledger.message_peak,
+            self.pool.peak,
+            tuple(run.records()),
+            run.origin,
+            step_ms,
+            tuple(self.manager.reliefs),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -237,105 +250,9 @@ class Executor:
     def close(self) -> None:
         """End the lanes and the threads, and wait until they have. Twice does no harm."""
         self.failure.report(RunFailed("the executor is closed"))
-        for lane in set(self._lanes.values()):
+        for lane in set(self._parts.lanes.values()):
             lane.close()
         self._transport.close()
-
-    def _compute(self, item: Compute) -> None:
-        self.failure.check()
-        run, kind = self._run, item.kind
-        run.doing = f"{kind.name}({item.stage},{item.microbatch})"
-        begin = time.perf_counter()
-        for transfer in item.waits:
-            run.transfers[transfer].wait()
-        if kind in (Kind.B, Kind.BW) and item.gives is not None:
-            self._transport.before_gradient(item.gives)
-        self._transport.post(item.post)
-        ready = time.perf_counter()
-        parcel = None
-        if item.takes is not None:
-            parcel = self._transport.take(item.takes)
-            parcel.hold.as_activation()
-        self._transport.post(item.post_ahead)
-        here = time.perf_counter()
-        start, cpu = run.clock.mark(), time.thread_time()
-        if self._before_op is not None:
-            self._before_op(kind, item.stage, item.microbatch)
-        output = self._do(item, parcel)
-        del parcel
-        waits = (0.0, 0.0) if self.device.type == "cuda" else ((ready - begin) * 1e3, (here - ready) * 1e3)
-        used = 0.0 if self.device.type == "cuda" else (time.thread_time() - cpu) * 1e3
-        run.marks.append(Mark(item, start, run.clock.mark(), used, *waits))
-        if output is not None and item.gives is not None:
-            self._transport.give(item.gives, output)
-        if kind in (Kind.W, Kind.BW):
-            self._count_backward(item.stage)
-
-    def _count_backward(self, stage: int) -> None:
-        """The stage has the weight gradients of one more microbatch; after the last one they may travel."""
-        left = self._run.backwards_left
-        left[stage] -= 1
-        if left[stage] == 0:
-            for sync in self._syncs:
-                sync.ready(stage)
-
-    def _do(self, item: Compute, parcel: Parcel | None) -> Parcel | None:
-        """Run the op; what it gives to a neighbouring stage."""
-        stage, kind, microbatch, run = self._stages[item.stage], item.kind, item.microbatch, self._run
-        if kind == Kind.F:
-            target = run.targets[microbatch] if stage.is_last else None
-            seed = dropout_seed(self._seed, run.number, item.stage, run.first_microbatch + microbatch)
-            x = run.inputs[microbatch] if parcel is None else parcel
-            pair = item.stage, microbatch
-            split, recomputed = pair in self.program.split, pair in self.program.recomputed
-            output = stage.forward(microbatch, x, target, seed, split=split, recomputed=recomputed)
-            if isinstance(output, Parcel):
-                checks.check_output(item.stage, microbatch, output.tensor, self._boundaries[item.stage])
-                return output
-            run.losses[microbatch] = output
-        elif kind == Kind.C:
-            stage.recompute(microbatch)
-        elif kind == Kind.W:
-            stage.weight(microbatch)
-        else:
-            return stage.backward(microbatch, parcel)
-        return None
-
-    def _move(self, item: Move) -> None:
-        run, stage, before_op = self._run, self._stages[item.stage], self._before_op
-        if item.kind == Kind.O:
-            job: Any = stage.offload(item.microbatch, item.nbytes)
-        else:
-            job = stage.reload(item.microbatch)
-        run.doing = label = f"{item.kind.name}({item.stage},{item.microbatch})"
-        before = None
-        if before_op is not None:
-            before = lambda: before_op(item.kind, item.stage, item.microbatch)  # noqa: E731
-        after = [run.transfers[i] for i in item.after]
-        run.transfers[item.op] = self._lanes[item.kind].submit(job, after, label, before)
-        run.moves[label] = item
-
-    def _result(self, run: _Run) -> StepResult:
-        step_ms = (time.perf_counter() - run.origin) * 1e3
-        records = results.of_compute(run.marks, run.clock, run.origin)
-        for lane in set(self._lanes.values()):
-            records += results.of_transfers(lane.take_log(run.clock), run.moves, run.origin)
-        loss = None
-        if self._holds_last:
-            # In ascending order, whatever the order of the ops: the same sum as in one process.
-            total = torch.zeros((), device=self.device)
-            for microbatch in sorted(run.losses):
-                total = total + run.losses[microbatch]
-            loss = float(total)
-        return StepResult(
-            loss,
-            self.ledger.activation_peak,
-            self.ledger.message_peak,
-            self.pool.peak,
-            tuple(sorted(records, key=lambda record: (record.start, record.end))),
-            run.origin,
-            step_ms,
-        )
 
     @property
     def _holds_last(self) -> bool:
@@ -366,20 +283,3 @@ class Executor:
                 *parts, ranks=self._ranks, timeout_s=timeout_s, num_microbatches=problem.num_microbatches
             )
         return transport
-
-
-class _Run:
-    """What belongs to one run of the plan only."""
-
-    def __init__(
-        self, inputs: Sequence[Tensor] = (), targets: Sequence[Tensor] = (), number: int = 0, first_microbatch: int = 0
-    ) -> None:
-        self.inputs, self.targets, self.number, self.first_microbatch = inputs, targets, number, first_microbatch
-        self.clock: Any = None
-        self.origin = 0.0
-        self.doing = ""
-        self.transfers: dict[int, Event] = {}
-        self.moves: dict[str, Move] = {}
-        self.losses: dict[int, Tensor] = {}
-        self.marks: list[Mark] = []
-        self.backwards_left: Counter[int] = Counter()

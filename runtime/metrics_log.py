@@ -36,6 +36,9 @@ class Step:
         Wall time over CPU time of compute; above 1 the cores had other work. None on CUDA.
     validation_loss
         On held-out text, after this step; None where it was not asked for. Its time is not part of ``step_ms``.
+    reliefs
+        What the memory managers of all devices had to do because the model held more than planned: how often each
+        (``memory_manager.ACTIONS``); None where they did nothing.
     """
 
     step: int
@@ -50,6 +53,7 @@ class Step:
     host_peak_bytes: list[int]
     load: float | None = None
     validation_loss: float | None = None
+    reliefs: dict[str, int] | None = None
 
     def line(self, total: int, planned_peak_bytes: list[int]) -> str:
         """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms  bubble 31%  peak 98% of plan``."""
@@ -58,8 +62,14 @@ class Step:
         held_out = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
         return (
             f"step {self.step:{len(str(total))}}/{total}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}{held_out}"
+            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}{held_out}{self._reliefs()}"
         )
+
+    def _reliefs(self) -> str:
+        if not self.reliefs:
+            return ""
+        deeds = ", ".join(f"{count} {action}" for action, count in self.reliefs.items() if count)
+        return f"  above plan: {deeds}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +80,7 @@ class Summary:
     """A run as a whole, beside its plan.
 
     Times, rates and bubble are medians over the steps behind a short warm-up; peaks are the largest of all steps;
-    ``last_loss`` is the mean of the last few, ``validation_loss`` the last one taken.
+    ``last_loss`` is the mean of the last few, ``validation_loss`` the last one taken, ``reliefs`` the sum over steps.
     """
 
     name: str
@@ -93,6 +103,7 @@ class Summary:
     host_peak_bytes: list[int]
     load: float | None
     checkpoint: str | None
+    reliefs: dict[str, int] | None = None
 
     @property
     def within_plan(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from optpipe.ops import Kind
 from runtime.channel import Transfer
 from runtime.events import Clock
+from runtime.memory_manager import Relief
 from runtime.program import Compute, Move
 
 
@@ -68,6 +69,8 @@ class StepResult:
         ``time.perf_counter()`` at the start of the step, s. Processes of one machine share this clock.
     step_ms
         From the start of the step until its last op, transfer and send has ended.
+    reliefs
+        What the memory manager had to do, in order; nothing where the plan's sizes are the model's.
     """
 
     loss: float | None
@@ -77,6 +80,7 @@ class StepResult:
     ops: tuple[OpRecord, ...]
     origin: float
     step_ms: float
+    reliefs: tuple[Relief, ...] = ()
 
 
 class Mark(NamedTuple):

@@ -226,10 +226,11 @@ class Offload:
 
 
 class Reload:
-    """Copies storages back to the device, into memory that is taken when it starts."""
+    """Copies storages back to the device, into memory that is taken when it starts: ``taken`` bytes so far."""
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
+        self.taken = 0
         self._back: list[tuple[_Entry, Tensor]] = []
 
     def start(self) -> list[tuple[Tensor, Tensor]]:
@@ -240,6 +241,7 @@ class Reload:
         for entry in away:
             assert entry.host is not None
             target = torch.empty(entry.nbytes, dtype=torch.uint8, device=saved._device)
+            self.taken += entry.nbytes
             entry.hold = saved._ledger.hold(target)
             entry.key = target.untyped_storage()._cdata
             saved._table[entry.key] = weakref.ref(entry)

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
 from optpipe.verify import verify_plan
-from runtime import checkpoint, data, evaluate, gather, launch, optimizer, stages
+from runtime import checkpoint, data, evaluate, gather, launch, memory_manager, optimizer, stages
 from runtime.executor import Executor, StepResult
 from runtime.metrics_log import MetricsLog, Step, Summary
 from runtime.model import loss_fn
@@ -267,12 +268,16 @@ class _Run:
             cpu,
             float(result.peak_bytes),
             float(result.host_peak_bytes),
+            *map(float, memory_manager.counts(result.reliefs).values()),
         ]
         rows = gather.numbers(mine)
         loss, pipeline_ms, whole_ms = sum(row[0] for row in rows), max(r[1] for r in rows), max(r[2] for r in rows)
         if loss != loss or loss == float("inf"):
             raise RunFailed(f"the loss is {loss} in step {number + 1}: try a lower optimizer.learning_rate")
         count, size, context = self.shape
+        deeds: dict[str, int] = {
+            action: int(sum(row[7 + n] for row in rows)) for n, action in enumerate(memory_manager.ACTIONS)
+        }
         total_busy, total_cpu = sum(row[3] for row in rows), sum(row[4] for row in rows)
         return Step(
             step=number + 1,
@@ -286,6 +291,7 @@ class _Run:
             peak_bytes=[int(row[5]) for row in rows],
             host_peak_bytes=[int(row[6]) for row in rows],
             load=total_busy / total_cpu if total_cpu > 0 else None,
+            reliefs=deeds if any(deeds.values()) else None,
         )
 
     def _agree_on_the_text(self) -> None:
@@ -326,4 +332,13 @@ class _Run:
             host_peak_bytes=[max(record.host_peak_bytes[d] for record in records) for d in devices],
             load=statistics.median(loads) if (loads := [r.load for r in steady if r.load is not None]) else None,
             checkpoint=self.config.train.checkpoint,
+            reliefs=_added([record.reliefs for record in records]),
         )
+
+
+def _added(reliefs: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
+    """The sum of what was done in all steps; None where nothing was."""
+    total = Counter[str]()
+    for done in reliefs:
+        total.update(done or {})
+    return dict(total) or None

@@ -61,6 +61,10 @@ class LocalTransport:
         """The message; waits until it is here."""
         return self._here.pop(message)
 
+    def arrived(self, message: Message) -> bool:
+        """Whether ``take`` would not wait."""
+        return message in self._here
+
     def before_gradient(self, message: Message) -> None:
         """Wait until few enough gradients are unsent for one more."""
 
@@ -157,6 +161,12 @@ class RankTransport(LocalTransport):
         with self._lock:
             del self._arrivals[message]
             return self._here.pop(message)
+
+    def arrived(self, message: Message) -> bool:
+        if self._link(message) is None:
+            return super().arrived(message)
+        event = self._arrivals.get(message)
+        return event is not None and event.done
 
     def before_gradient(self, message: Message) -> None:
         link = self._link(message)

@@ -279,7 +279,7 @@ def peak_of(plan: Plan, rank: int) -> int:
 def in_processes(
     count: int,
     work: Callable[[int, int], object],
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     survivors: Sequence[int] | None = None,
 ) -> list[object]:
     """``work(rank, count)`` in a gloo group of new processes; what each returned.

@@ -119,9 +119,16 @@ def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bo
 
 
 def test_a_run_above_its_plans_bytes_is_seen() -> None:
-    summary = train(plan_of(config_of("line"), held=1000), steps=1)
+    plan = plan_of(config_of("line"), held=1000)
+    summary = train(plan, steps=1)
     assert not summary.within_plan
     assert summary.steps == 1, "steps may be set for one run"
+    assert summary.reliefs is None, "no budget, nothing to keep"
+    tight = Plan(plan.problem.with_budgets([10_000, 10_000]), plan.ops, solver=plan.solver, training=plan.training)
+    heard: list[Step] = []
+    summary = train(tight, steps=2, on_step=heard.append)
+    assert summary.reliefs is not None and summary.reliefs["went on"] > 0
+    assert all(step.reliefs and "above plan" in step.line(2, summary.planned_peak_bytes) for step in heard)
 
 
 def test_a_rank_that_is_killed_is_the_cause() -> None:
