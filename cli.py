@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -263,13 +264,17 @@ def show(
     ascii_only: bool,
     as_json: bool,
 ) -> None:
-    """Draw a plan: the Gantt chart and the memory of every device."""
+    """Draw a plan: the Gantt chart and the memory of every device.
+
+    Under it, in words: where devices idle and why, where memory is fullest, what decides the length.
+    """
     from optpipe import draw, report
+    from optpipe.explain import explain
     from optpipe.plan import Plan
 
     plan = Plan.read(plan_file)
     if as_json:
-        print_json(report.summary(plan))
+        print_json({**report.summary(plan), "explanation": explain(plan)})
         return
     for option, chosen, count in (
         ("--device", devices, plan.problem.num_devices),
@@ -292,8 +297,11 @@ def show(
     except ValueError as error:
         raise InputError("--from/--to", "", str(error)) from None
     for line in report.facts(plan):
-        console.print(line, soft_wrap=True)
+        console.print(line.replace(" ·", ",") if ascii_only else line, soft_wrap=True)
     console.print(chart)
+    if not (devices or stages) and start is None and end is None:
+        for line in explain(plan):
+            click.echo(textwrap.fill(line, console.width, initial_indent="- ", subsequent_indent="  "))
 
 
 @command("optpipe export plan.json --to html -o plan.html")

@@ -134,7 +134,8 @@ def gantt(
     for device in sorted({int(d) for d in device_of[chosen]}):
         mine = levels.device == device
         time, level = levels.time[mine], levels.level[mine]
-        chart.append(_clip(_headline(plan, device, int(level.max(initial=0))), width) + "\n", "bold")
+        facts = _headline(plan, device, int(level.max(initial=0)))
+        chart.append(_clip((", " if ascii_only else " · ").join(facts), width) + "\n", "bold")
         for label, mask in _lanes(shown, device, [s for s in problem.stages_of[device] if chosen[s]]):
             for row_number, row in enumerate(fill.rows(shown.take(mask))):
                 _add(chart, label if row_number == 0 else "", row)
@@ -167,7 +168,7 @@ def _lanes(ops: Ops, device: int, stages: list[int]) -> list[tuple[str, Bools]]:
     return lanes
 
 
-def _headline(plan: Plan, device: int, peak: int) -> str:
+def _headline(plan: Plan, device: int, peak: int) -> list[str]:
     problem, ops = plan.problem, plan.ops
     stages = problem.stages_of[device]
     here = np.isin(ops.stage, stages)
@@ -182,7 +183,7 @@ def _headline(plan: Plan, device: int, peak: int) -> str:
     ]
     if offloads:
         facts.append(f"{offloads} offload{'s' if offloads > 1 else ''}")
-    return " · ".join(facts)
+    return facts
 
 
 def _axis(window: Window) -> str:
@@ -223,7 +224,8 @@ def _filling(ops: Ops, window: Window, microbatches: int, ascii_only: bool) -> _
 def _legend(ops: Ops, note: str, over: bool) -> list[str]:
     kinds = [kind for kind in Kind if (ops.kind == kind).any()]
     letters = ", ".join(f"{LETTER[kind]} {MEANING[kind]}" for kind in kinds)
-    return [letters, note + (f"; {_OVER} over the budget" if over else "")]
+    marks = [f"{_OVER} over the budget"] if over else []
+    return [letters, "; ".join([note, *marks, "blank: idle", "mem: bytes held of the budget"])]
 
 
 def _spans(ops: Ops, window: Window) -> list[tuple[int, int, Kind, int]]:

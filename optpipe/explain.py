@@ -80,10 +80,12 @@ def _bubbles(problem: Problem, ops: Ops, found: Waits) -> list[str]:
     length = semantics.makespan(ops)
     if total <= 0:
         return ["Bubbles: none, every device computes from start to end."]
-    last = max(range(problem.num_devices), key=lambda d: sum(g.length for g in idle if g.device == d))
-    most = sum(gap.length for gap in idle if gap.device == last)
+    slack = semantics.tolerance(ops)
+    each = [sum(gap.length for gap in idle if gap.device == d) for d in range(problem.num_devices)]
+    most = max(each)
+    worst = next(device for device, time in enumerate(each) if time >= most - slack)
     lines = [
-        f"Bubbles: devices idle {_share(total, problem.num_devices * length)} of the time, device {last} most: "
+        f"Bubbles: devices idle {_share(total, problem.num_devices * length)} of the time, device {worst} most: "
         f"{_ms(most)} of {_ms(length)}."
     ]
     warm_up = [gap for gap in idle if gap.start <= begin and gap.until >= 0]
