@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit("OptPipe needs Python 3.11 or later: make PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m solver.warm_up
 	@touch $@
 
 demo: $(STAMP)  ## measure a GPT, solve for a schedule within a budget that 1F1B exceeds, train under it

@@ -15,16 +15,17 @@ from solver import feasibility
 from solver.ada_offload import ada_offload
 from solver.bounds import lower_bound
 from solver.cache import Cache
+from solver.compiled import compile_beside
 from solver.incumbent import Incumbent, Progress
 from solver.options import SolveOptions, physical_cores
 from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit, generate
 from solver.search import Portfolio
+from solver.search.exact import is_small, solve_exactly
+from solver.search.lanes import Lanes, join
 
 #: Methods that are no known schedule.
 SEARCHES = ("auto", "search", "milp")
 
-#: Compute ops up to which the MILP is worth its time.
-_MILP_OPS = 420
 #: Compute ops from which on known schedules are tried only until one is good enough.
 _LARGE_OPS = 20_000
 #: Schedules that need not be tried where the other one fits; and those that are tried only if nothing else fits.
@@ -32,6 +33,10 @@ _NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b", "zb-h1": 
 _LAST_RESORTS = ("sequential",)
 #: The MILP's part of the time that is left, and seconds that it gets where the gap asked for is reached already.
 _MILP_PART, _MILP_POLISH = 0.6, 10.0
+#: Processes that search at most, and seconds that must be left for others to be worth their start.
+_MOST_LANES, _LANES_FROM = 8, 2.0
+#: Of the time limit: how long the search waits for the MILP beside it.
+_PATIENCE = 0.15
 #: The first round of search, which is made whatever gap would do, takes at most this part of the time.
 _FIRST_PART = 0.3
 
@@ -129,21 +134,55 @@ def _known(name: str, problem: Problem, objective: str) -> Ops:
 
 
 def _search(incumbent: Incumbent) -> None:
-    """Known schedules, then search, then the MILP where the problem is small enough for it, then more search."""
+    """Known schedules, then search; the MILP where the problem is small enough for it."""
     problem, options = incumbent.problem, incumbent.options
     _starts(incumbent)
-    portfolio = Portfolio(incumbent, random.Random(options.seed))
-    if not incumbent.at_bound:
-        portfolio.round(incumbent.left * _FIRST_PART)
-    if options.method == "milp":
-        _milp(incumbent, incumbent.left)
+    if incumbent.at_bound:
         return
-    small = 3 * problem.num_stages * problem.num_microbatches <= _MILP_OPS
-    if options.method == "auto" and small and not incumbent.at_bound:
-        # A small problem is cheap to solve to the end, whatever gap would do.
-        _milp(incumbent, _MILP_POLISH if incumbent.good_enough else _MILP_PART * incumbent.left)
-    while not incumbent.finished and not incumbent.at_bound:
+    compile_beside()
+    threads = options.threads or physical_cores()
+    compute_ops = 3 * problem.num_stages * problem.num_microbatches
+    small = options.method == "auto" and is_small(problem)
+    worth_it = options.method != "milp" and compute_ops <= _LARGE_OPS and incumbent.left > _LANES_FROM
+    with Lanes(incumbent, min(threads, _MOST_LANES) - 1 if worth_it else 0) as lanes:
+        portfolio = Portfolio(incumbent, random.Random(options.seed))
+        portfolio.round(incumbent.left * _FIRST_PART)
+        if options.method == "milp":
+            solve_exactly(incumbent, incumbent.left, threads=threads)
+            return
+        if small and not incumbent.at_bound:
+            # A small problem is cheap to solve to the end, whatever gap would do.
+            seconds = _MILP_POLISH if incumbent.good_enough else _MILP_PART * incumbent.left
+            if not lanes.lanes:
+                solve_exactly(incumbent, seconds, threads=threads)
+            else:
+                _beside(incumbent, lanes, portfolio, seconds)
+        while not incumbent.finished and not incumbent.at_bound:
+            joined = lanes.begin("round", incumbent.left)
+            portfolio.round(incumbent.left)
+            join(joined, incumbent)
+
+
+def _beside(incumbent: Incumbent, lanes: Lanes, portfolio: Portfolio, seconds: float) -> None:
+    """The MILP in one lane and a round of search in the others; time for the MILP to end, lest what is found depend on
+    which of them is faster, and then more rounds until it does."""
+    milp, others = lanes.idle[0], lanes.idle[1:]
+    milp.begin("milp", seconds)
+    patience = min(seconds, _PATIENCE * incumbent.options.time_limit)
+    for lane in others:
+        lane.begin("round", incumbent.left)
+    portfolio.round(min(seconds, incumbent.left))
+    join(others, incumbent)
+    if milp.wait(min(patience, incumbent.left)):
+        return
+    while not incumbent.at_bound and incumbent.left > 0 and not milp.wait(0.0):
+        if incumbent.good_enough and seconds < _MILP_PART * incumbent.left:
+            milp.wait(min(seconds, incumbent.left))
+            return
+        joined = lanes.begin("round", incumbent.left)
         portfolio.round(incumbent.left)
+        join(joined, incumbent)
+    milp.offer()
 
 
 def _starts(incumbent: Incumbent) -> None:
@@ -166,32 +205,6 @@ def _starts(incumbent: Incumbent) -> None:
             continue
         if not verify(problem, ops):
             fit.add(name)
-
-
-def _milp(incumbent: Incumbent, seconds: float) -> None:
-    """The MILP on HiGHS (or another solver), from the best schedule known."""
-    from solver.milp.solve import solve_milp
-
-    options = incumbent.options
-    seconds = min(seconds, incumbent.left)
-    if seconds <= 0 or incumbent.at_bound:
-        return
-    ops, bound, facts = solve_milp(
-        incumbent.problem,
-        incumbent.ops,
-        objective=options.objective,
-        time_limit=seconds,
-        gap=options.gap if options.method == "milp" else 0.0,
-        threads=options.threads or physical_cores(),
-        seed=options.seed,
-        lower_bound=incumbent.bound,
-        on_improvement=incumbent.taker("milp"),
-        backend=options.backend,
-    )
-    incumbent.offer(ops, "milp")
-    if bound is not None:
-        incumbent.raise_bound(bound)
-    incumbent.facts["milp"] = {"solver": options.backend, **facts}
 
 
 def _plan(incumbent: Incumbent) -> Plan:

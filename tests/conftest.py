@@ -43,6 +43,7 @@ def plan_in_order(problem: Problem, order: str) -> Plan:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test has a cache of its own: none finds what another one solved, and the user's stays as it is."""
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("OPTPIPE_COMPILE", "0")  # in processes that tests start: they would all compile for that cache
 
 
 @pytest.fixture(scope="session")

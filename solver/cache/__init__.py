@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from solver.cache.entry import Entry
-from solver.cache.store import Cache, default_folder
+from solver.cache.store import Cache
+from solver.folder import default_folder
 
 __all__ = ["Cache", "Entry", "default_folder"]

@@ -25,6 +25,7 @@ from solver.cache.adapt import repaired, retimed
 from solver.cache.entry import Entry, read_head, read_ops, text_of
 from solver.cache.microbatches import with_microbatches
 from solver.cache.normal import Normal, distances, normalise, vector
+from solver.folder import default_folder
 from solver.tables import tables
 
 #: Stored microbatch counts differ from the problem's by so many at most.
@@ -41,14 +42,6 @@ _LEFT_BEHIND = re.compile(r"\.schedule-[0-9a-f]{16}-\d+-[0-9a-f]{16}\.json\..*")
 
 #: A temporary file older than this belongs to no process that still writes it (seconds).
 _STALE = 3600.0
-
-
-def default_folder() -> Path:
-    """``$OPTPIPE_CACHE``, else ``optpipe`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("OPTPIPE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "optpipe"
 
 
 class _Near(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from optpipe.ops import Floats
 from solver.milp import highs
 from solver.milp.sparse import Matrix
-from solver.milp.wire import read_message, write_message
+from solver.wire import read_message, write_message
 
 #: Seconds between two reports of the bound.
 _EVERY = 0.2

@@ -1,4 +1,4 @@
-"""Rounds of all searches on one incumbent, each round twice as long as the one before."""
+"""Rounds of all searches on one incumbent, each one longer than the one before."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from solver.search.rules import best_of, search_rules
 from solver.search.stages import Genome, search_stages
 from solver.search.windows import search_windows
 
-#: Ops that the list schedules of the first round may place, and list schedules that it makes at most in each search.
-_PLACED, _RUNS = 100_000, 250
+#: Ops that the list schedules of the first round may place, list schedules that it makes at most in each search, and
+#: how many times as many the next round makes.
+_PLACED, _RUNS, _MORE_RUNS = 100_000, 250, 3
 #: Largest schedule that the first round anneals, in ops.
 _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
-_WINDOWS, _WINDOWS_PART, _WINDOWED = 30, 0.6, 2_500
+_WINDOWS, _WINDOWS_PART, _WINDOWED = 10, 0.6, 2_500
 #: Policies whose stages begin to be evolved in a round, beside the best of each kind; genomes that go on in the next.
 _PARENTS = 2
 _GENOMES = 2
@@ -43,7 +44,7 @@ class Portfolio:
         incumbent, rng = self.incumbent, self.rng
         problem = incumbent.problem
         ops = 3 * problem.num_stages * min(problem.num_microbatches, 4 * problem.num_devices)
-        runs = max(4, min(_RUNS, _PLACED // ops)) * 2**self.rounds
+        runs = max(4, min(_RUNS, _PLACED // ops)) * _MORE_RUNS**self.rounds
         end = incumbent.seconds + seconds
         found = search_rules(incumbent, rng, runs=runs, seconds=0.3 * seconds)
         self.pool = best_of([*self.pool, *((value, self.rounds, policy) for value, _, policy in found)])
@@ -65,7 +66,8 @@ class Portfolio:
         if 3 * problem.num_stages * problem.num_microbatches <= _WINDOWED:
             part = _WINDOWS_PART * (end - incumbent.seconds)
             search_windows(incumbent, rng, windows=_WINDOWS * 2**self.rounds, seconds=part)
-        around = 2 * min(runs, _PLACED * 2**self.rounds // (3 * problem.num_stages * problem.num_microbatches))
+        placed = _PLACED * _MORE_RUNS**self.rounds
+        around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
         self.rounds += 1
 

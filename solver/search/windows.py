@@ -23,6 +23,7 @@ from solver.milp.highs import Settings
 from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.precedence import Contradiction
 from solver.milp.table import op_table
+from solver.search.parts import as_parts, as_whole
 
 #: Nodes of one window's search tree; a window that is solved in a few of them may be wider. Counted, not timed, so that
 #: the same seed gives the same schedule.
@@ -51,19 +52,21 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
     Parameters
     ----------
     best
-        Holds a schedule without recomputation and partial transfers; others are left alone.
+        Holds a schedule without recomputation whose transfers of one stage move the same amount; others are left alone.
     windows
         How many to solve at most.
     seconds
         Time to spend at most; also ends when ``best`` is at the bound.
     """
     end = best.seconds + seconds
-    problem, objective = best.problem, best.options.objective
+    objective = best.options.objective
     shapes = [_Shape(0.15), _Shape(0.4, devices=3), _Shape(1.0, microbatches=2)]
-    present = best.ops
+    if best.ops is None or (whole := as_whole(best.problem, best.ops)) is None:
+        return
+    problem, present = whole
     for number in range(windows):
         left = end - best.seconds
-        if present is None or best.at_bound or left <= 0.05:
+        if best.at_bound or left <= 0.05:
             return
         found = incumbent(problem, op_table(problem, offload=True, fuse=True), present)
         if found is None:
@@ -96,14 +99,16 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
         ops = schedule(program, result.solution)
         if ops is not None and best.objective(ops) <= best.value * (1 + SAME):
             present = ops
-            best.offer(ops, "windows")
+            best.offer(as_parts(best.problem, problem, ops), "windows")
 
 
 def _window(problem: Problem, found: Incumbent, shape: _Shape, rng: random.Random) -> Bools:
     """What a window of this shape frees, at a random place."""
     length = float(found.end.max())
     width = shape.part * length
-    begin = rng.uniform(-0.5 * width, length - 0.5 * width) if shape.part < 1.0 else 0.0
+    begin = 0.0
+    if shape.part < 1.0:  # the ends, where schedules lose most, as often as all that is between
+        begin = rng.choice([0.0, length - width, *(rng.uniform(-0.5 * width, length - 0.5 * width) for _ in range(2))])
     devices = microbatches = None
     if shape.devices is not None:
         first = rng.randrange(max(1, problem.num_devices - shape.devices + 1))
