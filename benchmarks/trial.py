@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from optpipe import metrics
@@ -40,6 +39,7 @@ def solver(problem: Problem, asked: Asked) -> Result:
     """A method of the solver: the plan it writes, how long from the start of the process, and what it was like on the
     way: (seconds, objective, bound, source) of each improvement."""
     from optpipe.errors import OptPipeError
+    from solver.compiled import COMPILED
     from solver.options import SolveOptions
     from solver.solve import solve
 
@@ -68,7 +68,7 @@ def solver(problem: Problem, asked: Asked) -> Result:
         "solve_s": round(seconds, 3),
         "solver": facts,
         "trace": trace,
-        "compiled": find_spec("numba") is not None,
+        "compiled": COMPILED,
     }
 
 

@@ -26,7 +26,7 @@ from solver.search.lanes import Lanes, join
 #: Methods that are no known schedule.
 SEARCHES = ("auto", "search", "milp")
 
-#: Compute ops from which on known schedules are tried only until one is good enough.
+#: Compute ops from which on only the most promising of the known schedules are tried.
 _LARGE_OPS = 20_000
 #: Schedules that need not be tried where the other one fits; and those that are tried only if nothing else fits.
 _NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b", "zb-h1": "zero-bubble", "zb-h2": "zero-bubble"}
@@ -186,16 +186,17 @@ def _beside(incumbent: Incumbent, lanes: Lanes, portfolio: Portfolio, seconds: f
 
 
 def _starts(incumbent: Incumbent) -> None:
-    """The known schedules that fit, the most promising first; for a large problem only until one is good enough."""
+    """The known schedules that fit, the most promising first; for a large problem only a few of them."""
     problem, objective = incumbent.problem, incumbent.options.objective
     compute_ops = 3 * problem.num_stages * problem.num_microbatches
     offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
     first = ("ada-offload", "zero-bubble", "zb-v") if offloads else ("zero-bubble", "zb-v", "ada-offload")
     fit: set[str] = set()
-    for name in dict.fromkeys((*first, *SCHEDULES)):
+    for number, name in enumerate(dict.fromkeys((*first, *SCHEDULES))):
         if incumbent.at_bound or (fit and (incumbent.left <= 0 or name in _LAST_RESORTS)):
             return
-        if incumbent.good_enough and compute_ops > _LARGE_OPS:
+        # All of them together would take a large problem longer than the search needs to do better.
+        if fit and compute_ops > _LARGE_OPS and (incumbent.good_enough or offloads or number >= len(first)):
             return
         if _NO_BETTER_THAN.get(name) in fit:
             continue
