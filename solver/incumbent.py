@@ -48,6 +48,8 @@ class Incumbent:
         Which part of the solver found it.
     facts
         What parts of the solver report of themselves.
+    parent
+        Another incumbent, which is offered what this one takes.
     """
 
     problem: Problem
@@ -59,8 +61,16 @@ class Incumbent:
     source: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     begin: float = field(default_factory=time.monotonic)
+    parent: Incumbent | None = None
     _offloaded: int = 0
     _peak: int = 0
+
+    def line(self, ops: Ops | None) -> Incumbent:
+        """Another incumbent on the same clock that begins with this schedule and offers here what it takes."""
+        found = Incumbent(self.problem, self.options, self.bound, begin=self.begin, facts=self.facts)
+        found.offer(ops, self.source)
+        found.parent = self
+        return found
 
     @property
     def seconds(self) -> float:
@@ -106,6 +116,8 @@ class Incumbent:
         self.ops, self.value, self.source = ops, value, source
         self._offloaded, self._peak = offloaded, peak
         self.report()
+        if self.parent is not None:
+            self.parent.offer(ops, source)
         return True
 
     def taker(self, source: str) -> Callable[[Ops], None]:

@@ -146,7 +146,10 @@ def _search(incumbent: Incumbent) -> None:
     worth_it = options.method != "milp" and compute_ops <= _LARGE_OPS and incumbent.left > _LANES_FROM
     with Lanes(incumbent, min(threads, _MOST_LANES) - 1 if worth_it else 0) as lanes:
         portfolio = Portfolio(incumbent, random.Random(options.seed))
+        joined = lanes.begin("round", incumbent.left * _FIRST_PART)
         portfolio.round(incumbent.left * _FIRST_PART)
+        if not incumbent.at_bound and (small or not incumbent.good_enough):
+            join(joined, incumbent)
         if options.method == "milp":
             solve_exactly(incumbent, incumbent.left, threads=threads)
             return

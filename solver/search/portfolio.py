@@ -1,4 +1,4 @@
-"""Rounds of all searches on one incumbent, each one longer than the one before."""
+"""Rounds of all searches: several lines of them, each round of a line longer than the one before."""
 
 from __future__ import annotations
 
@@ -27,10 +27,41 @@ _GENOMES = 2
 
 
 class Portfolio:
-    """The searches and what they learn from one round to the next.
+    """All searches, as lines that each go their own way.
+
+    Where a search ends depends much on how it begins. So of two lines that have made as many rounds only the better one
+    makes the next, longer one: half of the time goes to the longest rounds but one and so on, down to lines that begin
+    anew. A large problem has one line only: there is no time for more.
 
     A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
     """
+
+    def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
+        self.incumbent, self.rng = incumbent, rng
+        self.first: Ops | None = None
+        self.waiting: dict[int, Line] = {}  # by the number of rounds that they have made
+
+    def round(self, seconds: float) -> None:
+        """The first round of a new line, then those rounds for which there are two lines to choose from; at most so
+        many seconds."""
+        incumbent, problem = self.incumbent, self.incumbent.problem
+        end = incumbent.seconds + seconds
+        if 3 * problem.num_stages * problem.num_microbatches > _WINDOWED:
+            line = self.waiting.setdefault(0, Line(incumbent, self.rng))
+            line.round(seconds)
+            return
+        self.first = self.first or incumbent.ops
+        line = Line(incumbent.line(self.first), random.Random(self.rng.getrandbits(64)))
+        line.round(seconds)
+        while line.rounds in self.waiting and not incumbent.at_bound and incumbent.seconds < end:
+            other = self.waiting.pop(line.rounds)
+            line = min(other, line, key=lambda each: each.incumbent.value)
+            line.round(end - incumbent.seconds)
+        self.waiting[line.rounds] = line
+
+
+class Line:
+    """The searches on one incumbent, and what they learn from one round to the next."""
 
     def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
         self.incumbent, self.rng = incumbent, rng
