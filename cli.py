@@ -205,11 +205,7 @@ def compare(
         budgets = [device.memory_bytes for device in problem.devices]
         print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
         return
-    table = report.plain_table(*report.COMPARISON)
-    table.columns[-1].justify = "left"
-    for row in rows:
-        table.add_row(row.name, *report.figures(problem, row.measured), row.why_not or "yes")
-    plain_console().print(table)
+    plain_console().print(report.comparison_table(problem, rows.cells))
 
 
 @command("optpipe check plan.json --jitter 100")
@@ -269,8 +265,8 @@ def show(
     Under it, in words: where devices idle and why, where memory is fullest, what decides the length.
     """
     from optpipe import draw, report
-    from optpipe.explain import explain
     from optpipe.plan import Plan
+    from optpipe.words import explain
 
     plan = Plan.read(plan_file)
     if as_json:
@@ -324,17 +320,16 @@ def export(plan_file: str, form: str, output: str, as_json: bool, **options: Any
     megatron   the order of F, B and W on each rank, as text
     mps, lp    the problem as a mixed-integer program, for CPLEX, Gurobi, SCIP
     """  # noqa: D301
-    from optpipe import export as exports
-    from optpipe import files
+    from optpipe import files, formats
     from optpipe.plan import Plan
 
     plan = Plan.read(plan_file)
     check_output(output)
-    exports.check_options(form, against=options["against"], trace=options["trace"])
+    formats.check_options(form, against=options["against"], trace=options["trace"])
     known = options.pop("known")
-    if form in exports.FORMS:
+    if form in formats.FORMS:
         rows = _known_schedules(plan) if known and form == "html" else []
-        text, warnings = exports.text_of(plan, form, plan_file, schedules=rows, **options)
+        text, warnings = formats.export(plan, form, plan_file, schedules=rows, **options)
     else:
         from solver.milp.export import program_of
 

@@ -4,7 +4,8 @@ The main verbs are here without more imports, and each loads what it needs when 
 ``import optpipe`` stays fast and loads no torch:
 
     import optpipe
-    plan = optpipe.solve(optpipe.Problem.read("problem.json"))
+    plan = optpipe.solve(optpipe.load("problem.json"), time_limit=30)
+    optpipe.show(plan)
     plan.write("plan.json")
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Name -> the module that has it.
+#: Name -> the module that has it. No name is that of a module here: importing that would put it in the name's place.
 _VERBS = {
     "Config": "optpipe.config",
     "Kind": "optpipe.ops",
@@ -25,8 +26,12 @@ _VERBS = {
     "Problem": "optpipe.problem",
     "SolveOptions": "solver.options",
     "compare": "solver.compare",
+    "explain": "optpipe.words",
+    "export": "optpipe.formats",
     "gantt": "optpipe.draw",
+    "load": "optpipe.notebook",
     "read_task": "optpipe.task",
+    "show": "optpipe.notebook",
     "solve": "solver.solve",
     "train": "runtime.train",
     "verify_plan": "optpipe.verify",

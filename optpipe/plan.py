@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,13 +15,16 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind, Ops
 from optpipe.problem import LONGEST_MS, Problem
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
 FORMAT, VERSION = "optpipe-plan", 1
 #: No instant of a plan is further from 0 than this, ms.
 _LATEST_MS = 1000 * LONGEST_MS
 _OP_KEYS = {"kind", "stage", "microbatch", "start", "end", "bytes"}
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """A problem with a schedule.
 
@@ -51,6 +55,31 @@ class Plan:
     def __post_init__(self) -> None:
         if self.makespan_ms < 0:
             self.makespan_ms = semantics.makespan(self.ops)
+
+    def __repr__(self) -> str:
+        problem, name = self.problem, f"{self.problem.name}: " if self.problem.name else ""
+        sizes = f"{problem.num_devices} devices, {problem.num_stages} stages, {problem.num_microbatches} microbatches"
+        return f"<Plan {name}{sizes}, {len(self.ops)} ops, {self.makespan_ms:.6g} ms>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """For rich's ``print``: figures and the chart, as wide as there is room."""
+        from optpipe import draw, report
+
+        yield from report.facts(self)
+        if len(self.ops):
+            yield draw.gantt(self, options.max_width, ascii_only=options.ascii_only)
+
+    def _repr_html_(self) -> str:
+        """For Jupyter: figures, the picture, words."""
+        from optpipe.notebook import html_of
+
+        return html_of(self)
+
+    def frame(self) -> Any:
+        """The ops as a pandas DataFrame, see ``optpipe.notebook.frame``."""
+        from optpipe.notebook import frame
+
+        return frame(self)
 
     @property
     def gap(self) -> float | None:

@@ -72,6 +72,19 @@ def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
     return _of_config(Config.read(path), path, profile)
 
 
+def read_plan(path: str | Path) -> Plan | None:
+    """The plan in a file; None where the file holds something else.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read, or it is a plan with something wrong in it.
+    """
+    value = _value(path)
+    is_plan = isinstance(value, dict) and (value.get("format") == plans.FORMAT or "ops" in value)
+    return Plan.from_json(value, path) if is_plan else None
+
+
 def _value(path: str | Path) -> Any:
     """What the file holds: JSON where it starts like an object (unless its name says YAML), else YAML."""
     is_object = files.read_text(path).lstrip().startswith("{")

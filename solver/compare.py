@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optpipe import metrics, semantics
+from rich.table import Table
+
+from optpipe import metrics, report, semantics
 from optpipe.errors import Infeasible
 from optpipe.metrics import Metrics
 from optpipe.ops import Ops
@@ -65,12 +67,37 @@ def known(problem: Problem, objective: Objective = "makespan") -> list[Row]:
     return rows
 
 
+class Comparison(list[Row]):
+    """Schedules of one problem. Prints itself as a table, in a terminal with rich and in Jupyter."""
+
+    def __init__(self, problem: Problem, rows: Iterable[Row]) -> None:
+        super().__init__(rows)
+        self.problem = problem
+
+    @property
+    def cells(self) -> list[tuple[str, Metrics | None, str]]:
+        """Name, figures, and why it cannot be used, of each schedule."""
+        return [(row.name, row.measured, row.why_not) for row in self]
+
+    def __rich__(self) -> Table:
+        return report.comparison_table(self.problem, self.cells)
+
+    def _repr_html_(self) -> str:
+        return report.comparison_html(self.problem, self.cells)
+
+
 def compare(
-    problem: Problem, options: SolveOptions | None = None, on_progress: Callable[[Progress], None] | None = None
-) -> list[Row]:
-    """All known schedules, and the solver's plan last."""
-    options = options or SolveOptions()
-    rows = known(problem, options.objective)
+    problem: Problem,
+    options: SolveOptions | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    **changes: Any,
+) -> Comparison:
+    """All known schedules, and the solver's plan last.
+
+    ``changes`` are single options, such as ``time_limit=30``; they go before ``options``.
+    """
+    options = replace(options or SolveOptions(), **changes)
+    rows = Comparison(problem, known(problem, options.objective))
     try:
         plan = solve(problem, options, on_progress)
         rows.append(Row(OWN, metrics.measure(problem, plan.ops), ""))

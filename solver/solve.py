@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from optpipe import memory
 from optpipe.errors import Infeasible, InputError
@@ -50,6 +52,7 @@ def solve(
     problem: Problem,
     options: SolveOptions | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    **changes: Any,
 ) -> Plan:
     """A verified plan of the problem, as good as the method and the time allow.
 
@@ -61,6 +64,8 @@ def solve(
         Method, limits, seed.
     on_progress
         Called with each better schedule or bound. Ctrl-C ends the search; the best schedule known is returned.
+    changes
+        Single options, such as ``time_limit=30``; they go before ``options``.
 
     Raises
     ------
@@ -69,7 +74,7 @@ def solve(
     InputError
         The method is unknown, or the schedule is not defined for such a problem.
     """
-    options = options or SolveOptions()
+    options = replace(options or SolveOptions(), **changes)
     if options.method not in methods():
         raise InputError("", "method", f"'{options.method}' is unknown, expected one of {', '.join(methods())}")
     feasibility.check(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,11 @@ def test_each_verb_is_there_and_is_its_modules_own(name):
     assert callable(found)
     assert found.__name__ == name
     assert name in dir(optpipe)
+
+
+def test_no_verb_is_hidden_by_a_module_of_its_name():
+    folder = Path(optpipe.__file__).parent
+    assert not set(optpipe.__all__) & {path.stem for path in folder.iterdir()}
 
 
 def test_an_unknown_name_is_an_attribute_error():

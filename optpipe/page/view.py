@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from optpipe import memory, metrics, semantics
-from optpipe.explain import explain
 from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.report import size_text
 from optpipe.trace import StepTrace
 from optpipe.waits import critical_path, waits
+from optpipe.words import explain
 
 #: Digits behind the point, of times in ms: nanoseconds.
 _DIGITS = 6

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from cli import main
 from optpipe import memory, metrics
-from optpipe.explain import explain
 from optpipe.ops import Ops
 from optpipe.plan import Plan
 from optpipe.report import size_text
 from optpipe.waits import gaps
+from optpipe.words import explain
 from tests.random_schedules import fitted, random_problem, random_schedule, schedules
 
 

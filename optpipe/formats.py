@@ -22,7 +22,7 @@ def check_options(form: str, *, against: str | None = None, trace: str | None = 
             raise InputError(option, "", f"goes with --to {' and --to '.join(_TAKES[option])}")
 
 
-def text_of(
+def export(
     plan: Plan,
     form: str,
     file: str | Path = "",
@@ -36,6 +36,8 @@ def text_of(
 
     Parameters
     ----------
+    form
+        ``html``, ``svg``, ``trace``, ``torch-csv`` or ``megatron``.
     file
         Where the plan comes from, for messages.
     against
@@ -55,8 +57,10 @@ def text_of(
     Raises
     ------
     InputError
-        A file is not what it should be, or the format cannot say what is in the plan.
+        A file is not what it should be, the format is unknown, or it cannot say what is in the plan.
     """
+    if form not in FORMS:
+        raise InputError("", "form", f"'{form}' is unknown, expected one of {', '.join(FORMS)}")
     run = None if trace is None else Trace.read(trace, plan.problem)
     if form == "html":
         from optpipe.page import render, tables
