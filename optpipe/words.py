@@ -63,8 +63,12 @@ def in_words(op: Op) -> str:
     return f"{_DOES[op.kind]} of microbatch {op.microbatch} on stage {op.stage}"
 
 
+def _number(time: float) -> str:
+    return f"{time:,.0f}" if abs(time) >= 1e4 else f"{time:.4g}"
+
+
 def _ms(time: float) -> str:
-    return f"{time:.4g} ms"
+    return f"{_number(time)} ms"
 
 
 def _share(part: float, whole: float) -> str:
@@ -84,10 +88,9 @@ def _bubbles(problem: Problem, ops: Ops, found: Waits) -> list[str]:
     each = [sum(gap.length for gap in idle if gap.device == d) for d in range(problem.num_devices)]
     most = max(each)
     worst = next(device for device, time in enumerate(each) if time >= most - slack)
-    lines = [
-        f"Bubbles: devices idle {_share(total, problem.num_devices * length)} of the time, device {worst} most: "
-        f"{_ms(most)} of {_ms(length)}."
-    ]
+    who = f"device {worst} most" if most - min(each) > slack else "each of them"
+    share = _share(total, problem.num_devices * length)
+    lines = [f"Bubbles: devices idle {share} of the time, {who}: {_ms(most)} of {_ms(length)}."]
     warm_up = [gap for gap in idle if gap.start <= begin and gap.until >= 0]
     cool_down = [gap for gap in idle if gap.until < 0]
     between = [gap for gap in idle if gap.start > begin and gap.until >= 0]
@@ -117,7 +120,7 @@ def _pause(problem: Problem, ops: Ops, found: Waits, gap: Gap) -> str:
     if found.ready[gap.until] < gap.end - semantics.tolerance(ops):
         reason = "starts later than it has to"
     return (
-        f"The longest pause: device {gap.device} idles from {gap.start:.4g} to {_ms(gap.end)}, until {op.label}, "
+        f"The longest pause: device {gap.device} idles from {_number(gap.start)} to {_ms(gap.end)}, until {op.label}, "
         f"{in_words(op)}, which {reason}."
     )
 

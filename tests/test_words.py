@@ -23,7 +23,7 @@ from tests.random_schedules import fitted, random_problem, random_schedule, sche
 
 def test_what_is_said_of_a_plan_that_a_person_can_follow(tiny_plan):
     bubbles, parts, pause, fullest, chain = explain(tiny_plan)
-    assert bubbles == "Bubbles: devices idle 15% of the time, device 0 most: 2.2 ms of 14.2 ms."
+    assert bubbles == "Bubbles: devices idle 15% of the time, each of them: 2.2 ms of 14.2 ms."
     assert parts == (
         "Of that, 50% is 3 pauses in between, 25% is warm-up (device 1 gets its first microbatch at 1.1 ms), "
         "25% is cool-down (device 1 is done at 13.1 ms)."
@@ -39,6 +39,12 @@ def test_what_is_said_of_a_plan_that_a_person_can_follow(tiny_plan):
     assert chain.startswith("What decides the makespan: a chain of ")
     shares = [int(share) for share in re.findall(r"(\d+)%", chain)]
     assert 97 <= sum(shares) <= 101
+
+
+def test_long_times_are_written_out(tiny_plan):
+    long = Plan(tiny_plan.problem, tiny_plan.ops.at(tiny_plan.ops.start * 1e4, tiny_plan.ops.end * 1e4))
+    assert "22,000 ms of 142,000 ms" in explain(long)[0]
+    assert not re.search(r"\de\+", " ".join(explain(long)))
 
 
 @given(st.integers(0, 2**32))
