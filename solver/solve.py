@@ -161,7 +161,7 @@ def _search(incumbent: Incumbent) -> None:
         if small and not incumbent.at_bound:
             # A small problem is cheap to solve to the end, whatever gap would do.
             seconds = _MILP_POLISH if incumbent.good_enough else _MILP_PART * incumbent.left
-            if not lanes.lanes:
+            if not lanes.idle:
                 solve_exactly(incumbent, seconds, threads=threads)
             else:
                 _beside(incumbent, lanes, portfolio, seconds)
