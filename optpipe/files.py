@@ -61,14 +61,21 @@ def read_json(path: str | Path) -> Any:
     Raises
     ------
     InputError
-        The file is missing or is not JSON.
+        The file is missing or is not JSON, or a mapping has a key twice (the last one would win in silence).
     """
 
     def refuse(constant: str) -> Any:
         raise InputError(path, "", f"{constant} is not JSON, expected a finite number")
 
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(keys) > len(found := dict(pairs)):
+            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            raise InputError(path, twice, "is given twice in one mapping")
+        return found
+
     try:
-        return json.loads(read_text(path), parse_constant=refuse)
+        return json.loads(read_text(path), parse_constant=refuse, object_pairs_hook=mapping)
     except json.JSONDecodeError as error:
         raise InputError(path, f"line {error.lineno}", f"is not JSON: {error.msg}") from None
     except RecursionError:
@@ -146,7 +153,9 @@ def validated(model: type[Model], value: Any, file: str | Path, prefix: str = ""
         own = context.get("key")
         key = own if isinstance(own, str) else _key(first["loc"])
         message = _EXPECTED.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
-        if first["type"] in _EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
+        if first["type"] == "too_short":
+            message = f"expected {context['min_length']} or more entries, not {context['actual_length']}"
+        elif first["type"] in _EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
             message += f", not {_brief(first['input'])}"
         elif first["type"] == "extra_forbidden":
             message += _hint(model, first["loc"])
@@ -163,6 +172,8 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 
 def _brief(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)  # as a file spells it
     text = repr(value) if not isinstance(value, dict | list) else {dict: "a mapping", list: "a list"}[type(value)]
     return text if len(text) <= 40 else text[:37] + "..."
 

@@ -62,7 +62,7 @@ BAD = {
     "model: {layers: 4, width: 65, heads: 4, context: 8}": "model.width: 65 is not a multiple of heads",
     "model: {layers: 4, width: 64, heads: 4}": "model.context: is missing",
     "model: {layers: '4', width: 64, heads: 4, context: 8}": "model.layers: expected an integer, not '4'",
-    "model: {layers: true, width: 64, heads: 4, context: 8}": "model.layers: expected an integer, not True",
+    "model: {layers: true, width: 64, heads: 4, context: 8}": "model.layers: expected an integer, not true",
     "model: {layers: 4, width: 64, heads: 4, context: 8, dropout: 1.0}": "model.dropout: ",
     MODEL + "pipeline: {devices: 7}": "pipeline.devices: makes 7 stages, expected at most 6",
     MODEL + "pipeline: {partition: [3, 2]}": "pipeline.partition: adds up to 5 layers, expected 6",

@@ -143,6 +143,7 @@ def test_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
         ("9" * 5000, "not usable JSON"),
         ("{", "is not JSON"),
         ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": {"b": 1, "c": 2, "b": 3}}', "b: is given twice"),
         ("[" * 100000, "nested"),
     ):
         path = tmp_path / "x.json"

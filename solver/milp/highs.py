@@ -78,6 +78,8 @@ class MilpResult:
         Size of the program.
     message
         What went wrong, where something did.
+    iterations
+        Of the simplex method, where it ran in this process.
     """
 
     status: str
@@ -90,6 +92,7 @@ class MilpResult:
     columns: int
     binaries: int
     message: str = ""
+    iterations: int = 0
 
 
 class _Quiet(highspy.Highs):
@@ -211,4 +214,5 @@ def _result(solver: highspy.Highs, matrix: Matrix, seconds: float) -> MilpResult
         columns=matrix.num_columns,
         binaries=matrix.num_binaries,
         message="" if status != "failed" else solver.modelStatusToString(solver.getModelStatus()),
+        iterations=max(0, int(info.simplex_iteration_count)),
     )

@@ -20,7 +20,7 @@ _PLACED, _RUNS, _MORE_RUNS = 100_000, 250, 3
 _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
-_WINDOWS, _WINDOWS_PART, _WINDOWED = 10, 0.6, 2_500
+_WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
 #: Policies whose stages begin to be evolved in a round, beside the best of each kind; genomes that go on in the next.
 _PARENTS = 2
 _GENOMES = 2

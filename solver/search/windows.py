@@ -25,11 +25,12 @@ from solver.milp.precedence import Contradiction
 from solver.milp.table import op_table
 from solver.search.parts import as_parts, as_whole
 
-#: Nodes of one window's search tree; a window that is solved in a few of them may be wider. Counted, not timed, so that
-#: the same seed gives the same schedule.
-_NODES, _FEW_NODES = 60, 10
+#: Nodes of one window's search tree. Effort is counted, not timed, so that the same seed gives the same schedule.
+_NODES = 20
+#: Simplex iterations in which a window is solved that may be wider, and that should have been narrower.
+_EASY, _HARD = 300, 3_000
 #: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
-_MOST_BINARIES = 600
+_MOST_BINARIES = 400
 #: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
 _TIDY = 1e-3
 
@@ -40,10 +41,13 @@ class _Shape:
 
     part: float
     devices: int | None = None
-    microbatches: int | None = None
+    microbatches: float | None = None
 
     def resize(self, factor: float) -> None:
-        self.part = min(1.0, max(0.02, self.part * factor))
+        if self.microbatches is None:
+            self.part = min(1.0, max(0.02, self.part * factor))
+        else:
+            self.microbatches = max(1.0, self.microbatches * factor)
 
 
 def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: float) -> None:
@@ -93,7 +97,8 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
         matrix = program.matrix._replace(cost=_tidied(program.matrix.cost, program.start, free, best.value, rng))
         settings = Settings(time_limit=left, gap=1e-4, threads=1, seed=rng.getrandbits(30), nodes=_NODES)
         result = highs.solve(matrix, settings, start=program.vector(found))
-        shape.resize(1.25 if result.nodes <= _FEW_NODES else 0.85 if result.status == "node limit" else 1.0)
+        hard = result.iterations > _HARD or result.status != "optimal"
+        shape.resize(0.8 if hard else 1.3 if result.iterations < _EASY else 1.0)
         if result.solution is None:
             continue
         ops = schedule(program, result.solution)
@@ -114,8 +119,9 @@ def _window(problem: Problem, found: Incumbent, shape: _Shape, rng: random.Rando
         first = rng.randrange(max(1, problem.num_devices - shape.devices + 1))
         devices = range(first, min(problem.num_devices, first + shape.devices))
     if shape.microbatches is not None:
-        first = rng.randrange(max(1, problem.num_microbatches - shape.microbatches + 1))
-        microbatches = range(first, min(problem.num_microbatches, first + shape.microbatches))
+        count = round(shape.microbatches)
+        first = rng.randrange(max(1, problem.num_microbatches - count + 1))
+        microbatches = range(first, min(problem.num_microbatches, first + count))
     return free_window(found, problem, begin, begin + width, devices=devices, microbatches=microbatches)
 
 
