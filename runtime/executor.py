@@ -24,15 +24,14 @@ from runtime import program as programs
 from runtime.accounting import Ledger
 from runtime.boundary import Boundary, TensorSpec, most_bytes
 from runtime.channel import copy_lane
+from runtime.connect import connect
 from runtime.events import Failure, PeerLost
 from runtime.gradients import GradientSync
 from runtime.host_memory import HostPool
 from runtime.memory_manager import MemoryManager, cuda_headroom
-from runtime.nccl import NcclTransport
 from runtime.result import OpRecord, StepResult
 from runtime.run import BeforeOp, Parts, Run
 from runtime.stage import LossFn, Stage, own_random_numbers
-from runtime.transport import GlooTransport, LocalTransport, RankTransport
 
 __all__ = ["Boundary", "Executor", "LossFn", "OpRecord", "PeerLost", "StepResult", "TensorSpec"]
 
@@ -120,7 +119,9 @@ class Executor:
             )
             for s, module in stages.items()
         }
-        self._transport = self._connect(timeout_s)
+        self._transport = connect(
+            problem, self.program, self._boundaries, self.device, self.ledger, self.failure, self._ranks, timeout_s
+        )
         out = copy_lane("offload lane", self.device, self.failure, bandwidth[0])
         back = out if self.program.half_duplex else copy_lane("reload lane", self.device, self.failure, bandwidth[1])
         self.planned_peak_bytes: int = memory.peaks(problem, plan.ops)[self._number]
@@ -268,18 +269,3 @@ class Executor:
                 checks.check_batch(name, tensors, count, self._boundaries)
             batch.append(list(tensors or []) if needed else [])
         return batch[0], batch[1]
-
-    def _connect(self, timeout_s: float) -> LocalTransport:
-        if len(self._ranks) == 1:
-            return LocalTransport()
-        problem = self.plan.problem
-        owners = [stage.device for stage in problem.stages]
-        parts = (self.program, owners, self._boundaries, self.device, self.ledger, self.failure)
-        transport: RankTransport
-        if self.device.type == "cuda":
-            transport = NcclTransport(*parts, ranks=self._ranks)
-        else:
-            transport = GlooTransport(
-                *parts, ranks=self._ranks, timeout_s=timeout_s, num_microbatches=problem.num_microbatches
-            )
-        return transport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ def adamw(modules: Iterable[nn.Module], settings: OptimizerConfig) -> torch.opti
     # Once each, though stages may share them.
     parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": alike, "weight_decay": decay}
+        for part, decay in (
+            ([p for p in parameters if p.dim() >= 2], settings.weight_decay),
+            ([p for p in parameters if p.dim() < 2], 0.0),
+        )
+        for alike in _by_mesh(part) or [[]]
     ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
@@ -108,7 +112,7 @@ def _square(gradients: list[Tensor]) -> float:
     return square
 
 
-def _by_mesh(gradients: list[Tensor]) -> list[list[Tensor]]:
+def _by_mesh(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Plain tensors, and those of each mesh, apart: torch does not take them together."""
     found: dict[Any, list[Tensor]] = {}
     for gradient in gradients:

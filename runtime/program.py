@@ -25,8 +25,9 @@ from optpipe.semantics import DeviceOrder
 
 #: Inputs that are received before their F starts, from each rank, where the order of use is the order of sending.
 RECEIVE_AHEAD = 1
-#: Gradients that a rank may have made and not yet sent to another; a B waits for the one before these.
-UNSENT_GRADIENTS = 2
+#: Gradients that a rank may have made and not yet sent to another; a B waits for the one before these. So do outputs
+#: where there is no backward, and no place for them.
+UNSENT = 2
 
 _BACKWARD = (Kind.B, Kind.BW)
 
@@ -146,7 +147,7 @@ def build(plan: Plan, device: int, boundary_bytes: Sequence[int]) -> Program:
     orders = semantics.device_orders(problem, ops)
     order = orders[device]
     traffic = {link: tuple(messages) for link, messages in _traffic(problem, ops, orders).items()}
-    receives = _Receives(problem, device, traffic, boundary_bytes)
+    receives = Receives(problem, device, traffic, boundary_bytes)
     half_duplex = _half_duplex(problem, device)
     reload_of = {(int(ops.stage[i]), int(ops.microbatch[i])): i for i in order.reloads}
     computes = [_compute(problem, ops, order, index, reload_of, receives) for index in order.compute]
@@ -159,7 +160,7 @@ def build(plan: Plan, device: int, boundary_bytes: Sequence[int]) -> Program:
         tuple(sorted(traffic)),
         half_duplex,
         receives.most_bytes,
-        receives.most_bytes + _unsent_bytes(device, traffic, boundary_bytes),
+        receives.most_bytes + unsent_bytes(device, traffic, boundary_bytes),
     )
 
 
@@ -190,7 +191,7 @@ def _traffic(problem: Problem, ops: Ops, orders: Sequence[DeviceOrder]) -> dict[
     return found
 
 
-class _Receives:
+class Receives:
     """Where the receives of inputs are posted, and what they take at most.
 
     Per link the receives are posted in the sender's order: up to the message that an op is about to use, and, once it
@@ -239,12 +240,14 @@ class _Receives:
         return self._bytes[message.stage - 1]
 
 
-def _unsent_bytes(device: int, traffic: dict[Link, tuple[Message, ...]], boundary_bytes: Sequence[int]) -> int:
-    """What gradients that wait to be sent can take."""
+def unsent_bytes(
+    device: int, traffic: dict[Link, tuple[Message, ...]], boundary_bytes: Sequence[int], *, gradients: bool = True
+) -> int:
+    """What gradients (else inputs) that wait to be sent can take."""
     return sum(
-        min(UNSENT_GRADIENTS, len(messages)) * max(boundary_bytes[message.stage] for message in messages)
+        min(UNSENT, len(messages)) * max(boundary_bytes[message.stage - (not gradients)] for message in messages)
         for link, messages in traffic.items()
-        if link.gradient and link.sender == device
+        if link.gradient == gradients and link.sender == device
     )
 
 
@@ -259,7 +262,7 @@ def _compute(
     order: DeviceOrder,
     index: int,
     reload_of: dict[tuple[int, int], int],
-    receives: _Receives,
+    receives: Receives,
 ) -> Compute:
     kind, stage, microbatch = ops[index][:3]
     takes = None
@@ -316,7 +319,3 @@ def _merged(
         for move in following[n]:
             yield move
             given.add(move.op)
-
-
-def _not_valid(label: str) -> InputError:
-    return InputError("", "ops", f"{label} waits for an op that comes after it, expected a valid plan")

@@ -120,7 +120,7 @@ class Run:
             self._transfers[transfer].wait()
         parts.manager.before(item)
         if kind in (Kind.B, Kind.BW) and item.gives is not None:
-            parts.transport.before_gradient(item.gives)
+            parts.transport.before_giving(item.gives)
         parts.transport.post(item.post)
         ready = time.perf_counter()
         parcel = None

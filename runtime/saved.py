@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from optpipe.errors import RunFailed
 from runtime.accounting import Hold, Ledger
@@ -102,6 +105,16 @@ class _Handle:
         self.entry, self.number = entry, number
 
 
+class _Sharded(NamedTuple):
+    """A saved DTensor: the handle of this rank's part, and what makes the whole of it."""
+
+    part: Any
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class Saved:
     """The saved activations of one (stage, microbatch).
 
@@ -138,6 +151,10 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> Any:
         """A handle for a tensor that is to be kept; the tensor itself where it stays on the device anyway."""
+        if isinstance(tensor, DTensor):
+            return _Sharded(
+                self.pack(_part(tensor)), tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+            )
         if not self._ours(tensor):
             # A node that kept its own output would keep itself alive.
             return tensor if tensor.is_leaf else tensor.detach()
@@ -161,6 +178,13 @@ class Saved:
         """
         if isinstance(handle, Tensor):
             return handle
+        if isinstance(handle, _Sharded):
+            part, mesh, placements, size, stride = handle
+            with torch.no_grad():
+                whole: Tensor = DTensor.from_local(
+                    self.unpack(part), mesh, placements, run_check=False, shape=size, stride=stride
+                )
+            return whole
         entry = handle.entry
         if entry.hold is None or entry.moving:
             raise RunFailed("a saved activation is used while it is offloaded: its reload has not ended")
@@ -282,8 +306,15 @@ def _raw(hold: Hold, device: torch.device) -> Tensor:
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The storages of tensors that stay on the device, for ``Saved``'s ``skip``. They live as long as the table: were
     one freed and its address used again, what is there then would not be moved."""
-    found = [tensor.untyped_storage() for tensor in tensors]
+    found = [(_part(t) if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
     return {storage._cdata: storage for storage in found}
+
+
+@torch.no_grad()
+def _part(tensor: DTensor) -> Tensor:
+    """A DTensor's part on this rank, once it is there."""
+    part = tensor.to_local()
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 class InputGradient:

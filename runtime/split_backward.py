@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 #: Computes and accumulates weight gradients from the tensors that B put into the store.
 WeightWork = Callable[..., None]
@@ -111,6 +112,8 @@ def defer(work: WeightWork, *tensors: Tensor) -> bool:
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Add to ``parameter.grad``, as autograd does, in the parameter's dtype."""
     gradient = gradient.to(parameter.dtype)
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -58,7 +58,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _constants(module: nn.Module) -> Iterator[Tensor]:
+def constants(module: nn.Module) -> Iterator[Tensor]:
     """What belongs to the module and to no microbatch: parameters, buffers, and tensors that are neither but are kept
     as attributes, such as masks."""
     yield from module.parameters()
@@ -134,7 +134,7 @@ class Stage:
         self._denominator = float(self.num_microbatches) if denominator is None else denominator
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
         parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
-        self._skip = storages([*(tensor for part in parts for tensor in _constants(part)), *batch])
+        self._skip = storages([*(tensor for part in parts for tensor in constants(part)), *batch])
         self._under_way.clear()
 
     def finish(self, *, is_last: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -170,7 +171,7 @@ def train_rank(
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
     run = _Run(rank, settings, schedule, traced=trace is not None)
     every, total = settings.train.checkpoint_every, settings.train.steps
-    with run.executor, MetricsLog(settings.train.metrics if rank.rank == 0 else None, run.first) as log:
+    with contextlib.closing(run), MetricsLog(settings.train.metrics if rank.rank == 0 else None, run.first) as log:
         for number in range(run.first, total):
             step = run.step(number)
             if rank.rank == 0:
@@ -211,6 +212,7 @@ class _Run:
         self.text = data.Corpus.load(config.data, config.gpt.context, config.file)
         self.is_first, self.is_last = 0 in self.stages, config.pipeline.num_stages - 1 in self.stages
         self.records: list[Step] = []
+        self._evaluator: evaluate.Evaluator | None = None
         self._agree_on_the_text()
 
     def step(self, number: int) -> Step:
@@ -238,13 +240,33 @@ class _Run:
             checkpoint.save(self.config.train.checkpoint, self.stages, facts, self.optimizer)
 
     def _validation_loss(self) -> float:
-        """The mean over a few batches, the same ones every time."""
-        placement, boundaries = self.config.pipeline.stage_devices, stages.boundaries(self.config)
-        losses = []
-        for number in range(VALIDATION_BATCHES):
-            batch = data.batch(self.text.validation, self.config.train.seed, number, self.shape)
-            losses.append(evaluate.loss(self.stages, placement, boundaries, loss_fn, *batch, self.rank.device))
-        return statistics.fmean(losses)
+        """The mean over a few batches, the same ones every time; the same on every rank."""
+        batches = [
+            data.batch(self.text.validation, self.config.train.seed, number, self.shape)
+            for number in range(VALIDATION_BATCHES)
+        ]
+        inputs, targets = (torch.cat(parts).to(self.rank.device) for parts in zip(*batches, strict=True))
+        loss = self.evaluator().loss(list(inputs), list(targets))
+        return sum(row[0] for row in gather.numbers([loss or 0.0]))
+
+    def evaluator(self) -> evaluate.Evaluator:
+        """Made on first use; by all ranks together."""
+        if self._evaluator is None:
+            problem = self.plan.problem
+            self._evaluator = evaluate.Evaluator(
+                problem.changed(num_microbatches=VALIDATION_BATCHES * problem.num_microbatches),
+                self.stages,
+                stages.boundaries(self.config),
+                loss_fn,
+                device=self.rank.device,
+            )
+        return self._evaluator
+
+    def close(self) -> None:
+        """End the threads."""
+        self.executor.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
 
     def _batch(self, number: int) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
         if not (self.is_first or self.is_last):

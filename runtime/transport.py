@@ -30,7 +30,7 @@ from torch import Tensor
 from runtime.accounting import Hold, Ledger
 from runtime.boundary import Boundary, TensorSpec, spec_of
 from runtime.events import CpuEvent, Event, Failure, PeerLost
-from runtime.program import UNSENT_GRADIENTS, Link, Message, Program
+from runtime.program import UNSENT, Link, Message, Program
 
 _JOIN_S = 10.0  # for a link's thread to end
 _ABORT_TAG = (1 << 30) + 1  # that nothing is ever sent with
@@ -65,8 +65,8 @@ class LocalTransport:
         """Whether ``take`` would not wait."""
         return message in self._here
 
-    def before_gradient(self, message: Message) -> None:
-        """Wait until few enough gradients are unsent for one more."""
+    def before_giving(self, message: Message) -> None:
+        """Wait until few enough messages are unsent for one more: gradients, and outputs without a backward."""
 
     def drain(self) -> None:
         """Wait until everything is sent, at the end of a step."""
@@ -113,6 +113,8 @@ class RankTransport(LocalTransport):
         self._arrivals: dict[Message, Event] = {}
         # Per link of gradients to this rank: how many of them, in the sender's order, have a buffer that waits.
         self._posted = dict.fromkeys(program.gradients_from, 0)
+        # Then an output that was sent has no gradient to make place for.
+        self._forward_only = not any(link.gradient for link in program.links)
         self._places: dict[Message, tuple[Parcel, Event]] = {}  # sent outputs, and the end of their sending
         self._unsent: dict[Link, deque[Event]] = {}
         self._sends: list[Event] = []
@@ -138,7 +140,7 @@ class RankTransport(LocalTransport):
         link = self._link(message)
         if link is None:
             super().give(message, parcel)
-        elif message.gradient:
+        elif message.gradient or self._forward_only:
             parcel.hold.as_message()
             sent = self._send(message, parcel.tensor)
             self._when_sent(sent, parcel.hold.release)
@@ -168,10 +170,10 @@ class RankTransport(LocalTransport):
         event = self._arrivals.get(message)
         return event is not None and event.done
 
-    def before_gradient(self, message: Message) -> None:
+    def before_giving(self, message: Message) -> None:
         link = self._link(message)
         unsent = self._unsent.get(link) if link is not None else None
-        while unsent and len(unsent) >= UNSENT_GRADIENTS:
+        while unsent and len(unsent) >= UNSENT:
             unsent.popleft().wait()
 
     def drain(self) -> None:

@@ -10,7 +10,8 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from runtime.program import RECEIVE_AHEAD, UNSENT_GRADIENTS, Compute, Link, Message, Move, build
+from runtime import forward_only
+from runtime.program import RECEIVE_AHEAD, UNSENT, Compute, Link, Message, Move, build
 from tests.random_schedules import random_problem, random_schedule
 
 
@@ -121,7 +122,7 @@ def test_receives_stay_a_bounded_number_ahead_where_use_follows_sending():
         ops.append(Op(Kind.BW, 0, j, 40.0 + 2 * j, 42.0 + 2 * j))
     program = build(Plan(problem, Ops.of(ops)), 1, [100])
     assert program.receive_bytes == RECEIVE_AHEAD * 100
-    assert program.message_bytes == (RECEIVE_AHEAD + UNSENT_GRADIENTS) * 100
+    assert program.message_bytes == (RECEIVE_AHEAD + UNSENT) * 100
 
 
 class Wire:
@@ -141,11 +142,12 @@ class Wire:
         return moved
 
 
-def replay(plan, rng):
+def replay(problem, programs, rng):
     """Run the programs of all devices over such a wire, in a random interleaving; what is left when nothing moves."""
-    owner = [stage.device for stage in plan.problem.stages]
-    todo = [deque(i for i in p.items if isinstance(i, Compute)) for p in programs(plan)]
-    orders = {link: messages for p in programs(plan) for link, messages in p.gradients_from.items()}
+    owner = [stage.device for stage in problem.stages]
+    todo = [deque(i for i in p.items if isinstance(i, Compute)) for p in programs]
+    orders = {link: messages for p in programs for link, messages in p.gradients_from.items()}
+    backwards = any(link.gradient for p in programs for link in p.links)
     wire, posted = Wire(), defaultdict(int)
     here = set()
     unsent = defaultdict(list)
@@ -166,9 +168,9 @@ def replay(plan, rng):
 
     def step(device):
         item = todo[device][0]
-        if item.gives is not None and item.gives.gradient:
+        if item.gives is not None and (item.gives.gradient or not backwards):
             link = link_of(item.gives)
-            if sum(message not in wire.gone for message in unsent[link]) >= UNSENT_GRADIENTS:
+            if sum(message not in wire.gone for message in unsent[link]) >= UNSENT:
                 return False
         for message in item.post:
             wire.receives[link_of(message)].append(message)
@@ -183,7 +185,7 @@ def replay(plan, rng):
                 here.add(item.gives)
             else:
                 wire.sends[link].append(item.gives)
-                if link.gradient:
+                if link.gradient or not backwards:
                     unsent[link].append(item.gives)
         todo[device].popleft()
         return True
@@ -209,8 +211,44 @@ def item_without_posts(item):
 @given(seeds)
 @settings(max_examples=200, deadline=None)
 def test_no_plan_deadlocks_on_links_that_keep_order_and_buffer_nothing(seed):
-    left, unsent = replay(random_plan(seed), random.Random(seed))
+    plan = random_plan(seed)
+    left, unsent = replay(plan.problem, programs(plan), random.Random(seed))
     assert not left and not unsent
+
+
+@given(seeds)
+@settings(max_examples=100, deadline=None)
+def test_no_schedule_of_forwards_deadlocks_there_either(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, microbatches=rng.randint(1, 9), stages_per_device=rng.randint(1, 3))
+    bounds = [100] * (problem.num_stages - 1)
+    found = [forward_only.build(problem, device, bounds) for device in range(problem.num_devices)]
+    cells = [(item.stage, item.microbatch) for program in found for item in program.items]
+    assert len(cells) == len(set(cells)) == problem.num_stages * problem.num_microbatches
+    left, unsent = replay(problem, found, rng)
+    assert not left and not unsent
+
+
+def test_forwards_flow_through_the_stages():
+    """With equal stages in a line no device waits once it has begun; in a V the chunks take turns."""
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 10}
+    for places in ([0, 1, 2], [0, 1, 1, 0]):
+        problem = Problem.model_validate(
+            {
+                "num_microbatches": 6,
+                "devices": [{"memory_bytes": None}] * (max(places) + 1),
+                "stages": [{"device": d, **stage} for d in places],
+                "comm_ms": [0.0] * (len(places) - 1),
+            }
+        )
+        order = forward_only.forwards(problem)
+        assert sorted(order) == [(s, j) for s in range(len(places)) for j in range(6)]
+        free, end = [0.0] * problem.num_devices, {}
+        for s, j in order:
+            start = max(free[places[s]], end.get((s - 1, j), 0.0))
+            free[places[s]] = end[s, j] = start + 1.0
+        busy = 6 * len(places) / problem.num_devices
+        assert max(end.values()) <= busy + len(places)
 
 
 def test_an_order_that_cannot_be_replayed_is_refused():

@@ -9,7 +9,7 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from runtime.accounting import Ledger
 from runtime.events import CpuEvent, Failure
-from runtime.program import UNSENT_GRADIENTS, Message, build
+from runtime.program import UNSENT, Message, build
 from runtime.transport import LocalTransport, Parcel, RankTransport, TensorSpec
 
 SPEC = TensorSpec((2, 3))
@@ -154,18 +154,18 @@ def test_received_inputs_are_messages_until_they_are_used(second, ledger):
 
 def test_few_gradients_are_unsent_at_a_time(second, ledger):
     messages = [Message(True, 0, j) for j in range(3)]
-    for message in messages[:UNSENT_GRADIENTS]:
-        second.before_gradient(message)
+    for message in messages[:UNSENT]:
+        second.before_giving(message)
         second.give(message, parcel(ledger))
-    assert ledger.message_bytes == UNSENT_GRADIENTS * SPEC.nbytes
-    last, through = messages[UNSENT_GRADIENTS], threading.Event()
-    thread = threading.Thread(target=lambda: (second.before_gradient(last), through.set()))
+    assert ledger.message_bytes == UNSENT * SPEC.nbytes
+    last, through = messages[UNSENT], threading.Event()
+    thread = threading.Thread(target=lambda: (second.before_giving(last), through.set()))
     thread.start()
     time.sleep(0.05)
     assert not through.is_set()
     second.sent[messages[0]].set()
     thread.join(5)
-    assert through.is_set() and ledger.message_bytes == (UNSENT_GRADIENTS - 1) * SPEC.nbytes
+    assert through.is_set() and ledger.message_bytes == (UNSENT - 1) * SPEC.nbytes
 
 
 def test_the_end_of_a_step_waits_for_every_send(second, ledger):

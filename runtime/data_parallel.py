@@ -1,0 +1,148 @@
+"""Data parallel around the pipeline, on torch's own parts: several pipelines, each with a part of the batch.
+
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "pipeline"))
+
+             pipeline -->
+    data     rank 0   rank 1   rank 2   rank 3        one pipeline, devices 0 to 3 of its plan
+      |      rank 4   rank 5   rank 6   rank 7        another one, with another part of the batch
+      v
+
+The ranks of a column hold the same stages, and share gradients once a stage has those of all its microbatches, while
+other stages still compute. ``Replicas`` keeps whole parameters everywhere, as DDP does. ``Shards`` is for stages under
+FSDP2: each rank keeps a part, and gathers the rest for the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import stage as torch_stage
+from torch.distributed.tensor import DTensor
+
+#: Gradients travel in pieces of about so many bytes, as in DDP.
+BUCKET_BYTES = 25 << 20
+
+
+def ranks_of(mesh: DeviceMesh, name: str) -> list[int]:
+    """The global ranks along a dimension of a mesh, of this rank's row: an executor's ``ranks``, say."""
+    return [int(rank) for rank in mesh[name].mesh.flatten()]
+
+
+class Replicas:
+    """Mean gradients over replicas that keep whole parameters.
+
+    All ranks of the group construct it together; parameters and buffers become those of its first rank.
+
+    Parameters
+    ----------
+    stages
+        This rank's stages by number.
+    group
+        The ranks that hold the same stages: ``mesh.get_group("data")``.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
+        self._stages, self._group = dict(stages), group
+        self._size, first = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
+        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []
+        with torch.no_grad():
+            for tensor in _once(stages.values()):
+                dist.broadcast(_local(tensor), first, group=group)
+
+    def begin(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def ready(self, stage: int) -> None:
+        for gradients in _buckets(_gradients(self._stages[stage])):
+            flat = _flatten_dense_tensors(gradients)
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._under_way.append((work, flat, gradients))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        while self._under_way:
+            work, flat, gradients = self._under_way.pop(0)
+            work.wait()
+            flat.div_(self._size)
+            for gradient, mean in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(mean)
+
+
+class Shards:
+    """Stages under FSDP2 (``fully_shard`` on each stage's module, and on parts of it as one likes).
+
+    Parameters are gathered at the start of a run and stay for all its microbatches; after the last backward of a stage
+    its gradients are reduced and scattered, and its parameters go. So activations are all that an offload has to move.
+
+    Parameters
+    ----------
+    stages
+        This rank's stages by number, each an ``FSDPModule``.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        self._stages: dict[int, FSDPModule] = {}
+        for number, module in stages.items():
+            if not isinstance(module, FSDPModule):
+                raise TypeError(f"stage {number} is a {type(module).__name__}, expected one after fully_shard")
+            self._stages[number] = module
+
+    def begin(self) -> None:
+        for module in self._stages.values():
+            module.set_is_last_backward(False)
+            module.set_requires_gradient_sync(False)
+            module.set_reshard_after_forward(False)
+            module.set_reshard_after_backward(False)
+            for part in _parts(module):
+                part.unshard()
+
+    def ready(self, stage: int) -> None:
+        # What torch's own pipelines do at this point. Backwards under a plan end here, not where autograd thinks.
+        torch_stage._PipelineStageBase.perform_reduce_grad(SimpleNamespace(submod=self._stages[stage]), 1)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        pass
+
+
+def _parts(module: FSDPModule) -> Iterator[FSDPModule]:
+    assert isinstance(module, nn.Module)
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _once(stages: Iterable[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers, each once, though stages may share them."""
+    found = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+    return list(dict.fromkeys(found))
+
+
+def _gradients(stage: nn.Module) -> Iterator[Tensor]:
+    """Of all parameters that are trained, so that replicas send the same; zeros where there is none."""
+    for parameter in stage.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield _local(parameter.grad)
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Of one dtype each, and of about ``BUCKET_BYTES``."""
+    open_: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = open_.setdefault(gradient.dtype, [])
+        bucket.append(gradient)
+        if sum(part.nbytes for part in bucket) >= BUCKET_BYTES:
+            yield open_.pop(gradient.dtype)
+    yield from open_.values()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

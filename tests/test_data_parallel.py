@@ -1,0 +1,240 @@
+"""Pipelines with replicas, with shards (FSDP2) and with tensor parallel layers train as one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from optpipe import memory
+from optpipe.config import OptimizerConfig
+from runtime import data_parallel, optimizer
+from runtime.boundary import TensorSpec
+from runtime.data_parallel import Replicas, Shards, ranks_of
+from runtime.executor import Executor
+from runtime.gradients import Copy, TiedWeights
+from runtime.model import loss_fn
+from runtime.stage import StageBytes, measure_bytes
+from tests.pipelines import (
+    MODEL,
+    batch,
+    boundaries,
+    in_processes,
+    one_f_one_b,
+    plan_of_orders,
+    problem_with,
+    random_plan,
+    stage_module,
+)
+from tests.test_gradients import tied_stages
+
+M, STEPS = 4, 3
+SETTINGS = OptimizerConfig(learning_rate=0.01, clip_norm=0.05, warmup_steps=2)
+#: Sums over ranks are made in another order, and AdamW divides by the gradient's size.
+TOLERANCE = 2e-4
+
+
+def problem(microbatches: int = M, places: tuple[int, ...] = (0, 1)):
+    inputs, targets = batch(1)
+    sizes = []
+    for s in range(len(places)):
+        x = inputs[0] if s == 0 else torch.randn(2, 8, MODEL.width)
+        sizes.append(measure_bytes(stage_module(s, len(places)), s, len(places), x, targets[0], loss_fn))
+    return problem_with(sizes, list(places), microbatches)
+
+
+def whole(parameter: Tensor) -> list[float]:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()).tolist()
+
+
+def train(plan, stages, ranks, group, syncs=(), counts=lambda p: True, part=slice(None), **options):
+    """Some steps on this rank's part of a batch of twice M microbatches, with the names and values after them."""
+    adamw = optimizer.adamw(stages.values(), SETTINGS)
+    inputs, targets = batch(2 * M)
+    norms, results = [], []
+    number = plan.problem.num_stages
+    specs = options.pop("specs", boundaries(number))
+    with Executor(plan, stages, specs, loss_fn, ranks=ranks, syncs=list(syncs)) as executor:
+        for step in range(STEPS):
+            results.append(executor.step(inputs[part], targets[part], number=step))
+            norms.append(optimizer.apply(adamw, SETTINGS, step, group, counts))
+        planned = memory.peaks(plan.problem, plan.ops)[executor.program.device]
+        assert all(0 < result.peak_bytes <= planned for result in results)
+        assert executor.ledger.activation_bytes == executor.pool.in_use == 0
+    return norms, {f"{s}.{n}": whole(p) for s, module in stages.items() for n, p in module.named_parameters()}, results
+
+
+def expected(stages: list[nn.Module], microbatches: int = 2 * M) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, plain modules, the same optimiser: norms and parameters."""
+    adamw = optimizer.adamw(stages, SETTINGS)
+    inputs, targets = batch(2 * M)
+    norms = []
+    for step in range(STEPS):
+        for x, target in zip(inputs[:microbatches], targets[:microbatches], strict=True):
+            for stage in stages:
+                x = stage(x)
+            (loss_fn(x, target) / microbatches).backward()
+        norms.append(optimizer.apply(adamw, SETTINGS, step))
+    return norms, {f"{s}.{n}": p.detach() for s, module in enumerate(stages) for n, p in module.named_parameters()}
+
+
+def compare(
+    found: list[tuple[list[float], dict[str, list[float]]]], stages: list[nn.Module], microbatches: int
+) -> None:
+    norms, parameters = expected(stages, microbatches)
+    seen = set()
+    for own_norms, own in found:
+        assert own_norms == pytest.approx(norms, rel=1e-4)
+        for name, value in own.items():
+            torch.testing.assert_close(torch.tensor(value), parameters[name], rtol=0, atol=TOLERANCE)
+            seen.add(name)
+    assert seen == parameters.keys()
+
+
+def replicas(mesh, split: bool):
+    """Two replicas of a pipeline of two ranks, which start from other numbers than the first one."""
+    row = mesh.get_local_rank("data")
+    pipeline, across = mesh.get_local_rank("pipeline"), mesh.get_group("data")
+    stages = {pipeline: stage_module(pipeline, 2)}
+    if row:
+        with torch.no_grad():
+            for parameter in stages[pipeline].parameters():
+                parameter.add_(1.0)
+    plan = plan_of_orders(problem(), one_f_one_b(2, M, split=split), {(0, 1), (1, 2)})
+    syncs = [Replicas(stages, across)]
+    part = slice(row * M, (row + 1) * M)
+    group = mesh.get_group("pipeline")
+    return train(plan, stages, ranks_of(mesh, "pipeline"), group, syncs, part=part)[:2]
+
+
+def tied_replicas(mesh):
+    """The same, and the first and the last stage share a weight."""
+    row, pipeline = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
+    ranks = ranks_of(mesh, "pipeline")
+    stages = {pipeline: tied_stages(2)[pipeline]}
+    replicas_sync = Replicas(stages, mesh.get_group("data"))
+    tied = TiedWeights([[Copy(0, "0.token.weight"), Copy(1, "weight")]], stages, ranks)
+    plan = plan_of_orders(problem(), one_f_one_b(2, M, split=True))
+    part = slice(row * M, (row + 1) * M)
+    group = mesh.get_group("pipeline")
+    return train(plan, stages, ranks, group, [replicas_sync, tied], tied.counts, part)[:2]
+
+
+def shards(mesh, blocks: bool, seed: int):
+    """Two replicas that keep half of every parameter; activations are offloaded, parameters are not."""
+    row, pipeline = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
+    module = stage_module(pipeline, 2)
+    if blocks:
+        for layer in module:
+            fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)
+    fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
+    stages = {pipeline: module}
+    plan = random_plan(problem(), seed, offload=0.8)
+    part = slice(row * M, (row + 1) * M)
+    group = mesh.get_group("pipeline")
+    norms, parameters, results = train(plan, stages, ranks_of(mesh, "pipeline"), group, [Shards(stages)], part=part)
+    assert len({result.peak_bytes for result in results[1:]}) >= 1
+    assert all(isinstance(p, DTensor) for p in module.parameters()), "after a step only the shards are kept"
+    return norms, parameters
+
+
+def on_replicas(rank: int, count: int):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    return {
+        "fused": replicas(mesh, split=False),
+        "split": replicas(mesh, split=True),
+        "tied": tied_replicas(mesh),
+        "shards": shards(mesh, blocks=False, seed=3),
+        "shards of blocks": shards(mesh, blocks=True, seed=4),
+    }
+
+
+def test_replicas_and_shards_train_as_one_process() -> None:
+    found = in_processes(4, on_replicas)
+    for name in found[0]:
+        parts = [rank[name] for rank in found]
+        if name == "tied":
+            stages = tied_stages(2)
+            stages[1].weight = stages[0][0].token.weight
+            norms, parameters = expected(stages)
+            for own_norms, own in parts:
+                assert own_norms == pytest.approx(norms, rel=1e-4)
+                for key, value in own.items():
+                    key = "0.0.token.weight" if key == "1.weight" else key
+                    torch.testing.assert_close(torch.tensor(value), parameters[key], rtol=0, atol=TOLERANCE)
+        else:
+            compare(parts, [stage_module(s, 2) for s in range(2)], 2 * M)
+
+
+class Layers(nn.Module):
+    """Two matrices that ranks of a tensor parallel group share, and a norm that they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = (
+            nn.LayerNorm(MODEL.width),
+            nn.Linear(MODEL.width, 64),
+            nn.Linear(64, MODEL.width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.back(torch.relu(self.wide(self.norm(x))))
+        return out
+
+
+def tensor_parallel_stages() -> list[nn.Module]:
+    torch.manual_seed(2)
+    first, last = stage_module(0, 4), stage_module(3, 4)
+    return [nn.Sequential(first, Layers()), nn.Sequential(Layers(), Layers(), last)]
+
+
+def on_tensor_parallel(rank: int, count: int):
+    """A pipeline of two, each device of which is two ranks that share its matrices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    pipeline = mesh.get_local_rank("pipeline")
+    module = tensor_parallel_stages()[pipeline]
+    for layer in module:
+        if isinstance(layer, Layers):
+            parallelize_module(layer, mesh["tensor"], {"wide": ColwiseParallel(), "back": RowwiseParallel()})
+    found = {}
+    for kind in ("fused", "split"):
+        sizes = [StageBytes(10**6, 10**6, 10**6, 1, 1)] * 2
+        orders = one_f_one_b(2, M, split=kind == "split")
+        plan = plan_of_orders(problem_with(sizes, [0, 1], M), orders, {(0, 1), (1, 2), (1, 3)})
+        start = {name: p.detach().clone() for name, p in module.named_parameters()}
+        norms, parameters, results = train(
+            plan, {pipeline: module}, ranks_of(mesh, "pipeline"), mesh.get_group("pipeline"), part=slice(M)
+        )
+        found[kind] = norms, parameters
+        # What is saved as a DTensor is counted, and moves, as any other.
+        assert max(result.host_peak_bytes for result in results) > 0
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(start[name])
+    return found
+
+
+def test_tensor_parallel_layers_train_as_one_process() -> None:
+    found = in_processes(4, on_tensor_parallel)
+    for kind in ("fused", "split"):
+        compare([rank[kind] for rank in found], tensor_parallel_stages(), M)
+
+
+def test_only_modules_under_fsdp_have_shards() -> None:
+    with pytest.raises(TypeError, match="stage 3 is a Linear, expected one after fully_shard"):
+        Shards({3: nn.Linear(2, 2)})
+
+
+def test_gradients_travel_in_buckets_of_one_dtype(monkeypatch) -> None:
+    monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 100)
+    gradients = [torch.zeros(n, dtype=d) for n, d in ((10, torch.float32), (8, torch.float64), (20, torch.float32))]
+    gradients += [torch.zeros(5, dtype=torch.float64)]
+    buckets = list(data_parallel._buckets(gradients))
+    assert [[len(part) for part in bucket] for bucket in buckets] == [[10, 20], [8, 5]]
+    assert all(len({part.dtype for part in bucket}) == 1 for bucket in buckets)
+    assert not dist.is_initialized() and TensorSpec((1,)).nbytes == 4
