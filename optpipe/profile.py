@@ -69,8 +69,8 @@ class StageProfile(_Part):
     ----------
     device, layers
         Where it runs, and how many layers it holds.
-    forward_ms, backward_ms, weight_ms, fused_backward_ms
-        Compute alone, without waits.
+    forward_ms, backward_ms, weight_ms, fused_backward_ms, recompute_ms
+        Compute alone, without waits: F, B, W, BW and C. A plan takes C to last as long as F.
     activation_bytes, weight_context_bytes
         Held after F, and still held after B.
     offloadable_bytes, offload_ms, reload_ms
@@ -85,6 +85,7 @@ class StageProfile(_Part):
     backward_ms: Timing
     weight_ms: Timing
     fused_backward_ms: Timing
+    recompute_ms: Timing | None = None
     activation_bytes: Bytes
     weight_context_bytes: Bytes
     offloadable_bytes: Bytes = 0

@@ -5,20 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optpipe.config import OffloadConfig
+from optpipe.config import Config, OffloadConfig
 from optpipe.problem import Direction
 from optpipe.profile import ChannelProfile, TransferProfile
 from runtime import gather
 from runtime.channel import CpuLane, CudaLane, copy_lane
-from runtime.events import Failure, clock
+from runtime.events import Clock, Failure, clock
 from runtime.host_memory import HostPool
+from runtime.worker import Rank
 
 #: Bytes of one measured copy, and of a large message.
 COPY_BYTES, MESSAGE_BYTES = 16 << 20, 4 << 20
@@ -81,6 +83,21 @@ class HostLinks:
             gather.barrier()
         return HostLink(*rates) if taking_part else None
 
+    def measure_both_ways(self, taking_part: bool, repeats: int) -> HostLink | None:
+        """The speed of this rank's copies while it copies both ways; every rank must call it."""
+        gather.barrier()
+        times: list[float] = []
+        if taking_part:
+            instants = clock(self._device)
+            for _ in range(repeats + 1):
+                for lane, job in zip(self._lanes, self._jobs, strict=True):
+                    lane.submit(job)
+            for lane in self._lanes:
+                lane.settle()
+                times.append(_median_s(lane, instants))
+        gather.barrier()
+        return HostLink(*(self._nbytes / time for time in times)) if taking_part else None
+
     def close(self) -> None:
         """End the lanes."""
         for lane in self._lanes:
@@ -91,9 +108,91 @@ class HostLinks:
         for _ in range(repeats + 1):
             lane.submit(job)
         lane.settle()
-        # The first copy touches the pages and wakes the lane.
-        times = [entry.end - entry.start for entry in lane.take_log(instants)[1:]]
-        return self._nbytes / max(statistics.median(times), 1e-9)
+        return self._nbytes / _median_s(lane, instants)
+
+
+def _median_s(lane: Lane, instants: Clock) -> float:
+    """How long the last copies of a lane took, s."""
+    # The first copy touches the pages and wakes the lane.
+    times = [entry.end - entry.start for entry in lane.take_log(instants)[1:]]
+    return max(statistics.median(times), 1e-9)
+
+
+@dataclass(frozen=True)
+class HostLinkTrial:
+    """Speeds of host links, by device.
+
+    Attributes
+    ----------
+    alone
+        While no one else copies.
+    pairs
+        Of devices (a, b) side by side, while both copy.
+    crowded
+        Of a device while it and both its neighbours copy; only of those that have two.
+    both_ways
+        While a device copies in both directions.
+    """
+
+    alone: tuple[HostLink, ...] = ()
+    pairs: Mapping[tuple[int, int], Sequence[HostLink]] = field(default_factory=dict)
+    crowded: Mapping[int, HostLink] = field(default_factory=dict)
+    both_ways: tuple[HostLink, ...] = ()
+
+
+def measure_host_links(rank: Rank, config: Config) -> HostLinkTrial:
+    """Copies to the host and back: of each device alone and both ways at once, beside each neighbour, and beside both.
+    The same on every rank; every rank must call it. Nothing where offloading is off."""
+    if not config.offload.enabled:
+        return HostLinkTrial()
+    devices, repeats = config.pipeline.devices, max(3, config.measure.iterations // 2)
+    host = HostLinks(rank.device, config.offload.bandwidth_bytes_per_s)
+
+    def speeds(mine: HostLink | None) -> list[HostLink]:
+        rows = gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])
+        return [HostLink(*row) for row in rows]
+
+    def together(members: Sequence[int]) -> list[HostLink]:
+        return speeds(host.measure(rank.rank in members, repeats))
+
+    alone = tuple(together([device])[device] for device in range(devices))
+    both_ways = tuple(speeds(host.measure_both_ways(rank.rank == d, repeats))[d] for d in range(devices))
+    pairs = {}
+    # Neighbours by number: switches join devices that sit side by side.
+    for pair in pairwise(range(devices)):
+        found = together(pair)
+        pairs[pair] = [found[device] for device in pair]
+    crowded = {device: together(range(device - 1, device + 2))[device] for device in range(1, devices - 1)}
+    host.close()
+    return HostLinkTrial(alone, pairs, crowded, both_ways)
+
+
+def doubts(offload: OffloadConfig, trial: HostLinkTrial) -> list[str]:
+    """What the channels of a profile leave out, in words."""
+    if offload.bandwidth_bytes_per_s is not None:
+        return []  # a pace is the config's word on the links
+    found = []
+    for device, (now, before) in enumerate(zip(trial.both_ways, trial.alone, strict=True)):
+        if not offload.half_duplex and _share(now, before) * SHARED_ABOVE < 1.0:
+            found.append(
+                f"device {device} copies both ways at once at {_share(now, before):.0%} of its speed one way: "
+                "expected offload.half_duplex: true"
+            )
+    for device, now in trial.crowded.items():
+        beside = [speeds[pair.index(device)] for pair, speeds in trial.pairs.items() if device in pair]
+        least = min(_share(one, trial.alone[device]) for one in beside)
+        share = _share(now, trial.alone[device])
+        if share * SHARED_ABOVE < least:
+            found.append(
+                f"device {device} copies at {share:.0%} of its speed beside both neighbours, "
+                f"but at {least:.0%} beside one: what all three share is no channel here"
+            )
+    return found
+
+
+def _share(now: HostLink, alone: HostLink) -> float:
+    """The speed of the slower direction as a share of its speed alone."""
+    return min(now.d2h / alone.d2h, now.h2d / alone.h2d)
 
 
 def shared_groups(devices: int, pairs: Mapping[tuple[int, int], float]) -> list[tuple[int, ...]]:
@@ -153,7 +252,10 @@ def message_ms(sender: int, receiver: int, nbytes: int, device: torch.device, re
 
 
 def channels(
-    offload: OffloadConfig, alone: Sequence[HostLink], together: Mapping[tuple[int, int], Sequence[HostLink]]
+    offload: OffloadConfig,
+    alone: Sequence[HostLink],
+    together: Mapping[tuple[int, int], Sequence[HostLink]],
+    crowded: Mapping[int, HostLink] | None = None,
 ) -> tuple[ChannelProfile, ...]:
     """The channels of all devices: private links, and a switch for each group that the config names or was found.
 
@@ -165,14 +267,15 @@ def channels(
         Speeds of each device that copies alone.
     together
         For devices (a, b) that copied at the same time, their speeds.
+    crowded
+        Speeds of devices that copied while both their neighbours did.
     """
+    if not alone:
+        return ()
     groups = [tuple(group) for group in offload.shared]
     if not groups and offload.bandwidth_bytes_per_s is None:
         shares = {
-            pair: min(
-                min(now.d2h / alone[device].d2h, now.h2d / alone[device].h2d)
-                for device, now in zip(pair, speeds, strict=True)
-            )
+            pair: min(_share(now, alone[device]) for device, now in zip(pair, speeds, strict=True))
             for pair, speeds in together.items()
         }
         groups = shared_groups(len(alone), shares)
@@ -180,6 +283,7 @@ def channels(
 
     def transfer(device: int, direction: Direction) -> TransferProfile:
         beside = [getattr(speeds[pair.index(device)], direction) for pair, speeds in together.items() if device in pair]
+        beside += [getattr(now, direction) for one, now in (crowded or {}).items() if one == device]
         return TransferProfile(
             device=device,
             direction=direction,

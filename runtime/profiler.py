@@ -22,7 +22,6 @@ from torch import Tensor
 from optpipe.config import Config
 from optpipe.ops import Kind
 from optpipe.profile import (
-    ChannelProfile,
     DeviceProfile,
     LinkProfile,
     Profile,
@@ -45,10 +44,11 @@ LOADED_ABOVE = 1.1
 OFF_BY = 0.1
 #: Of the free memory of a GPU, what trials may fill with activations.
 TRIAL_SHARE = 0.8
-#: The schedules that are run.
+#: The schedules that are run. That with recomputation tells only how long C takes: its F keeps nothing.
 TRIALS: dict[str, dict[str, Any]] = {
-    "split backward": {"split": True, "offload": False},
-    "fused backward": {"split": False, "offload": False},
+    "split backward": {"split": True},
+    "fused backward": {"split": False},
+    "recomputation": {"split": False, "recompute": True},
     "offloads": {"split": True, "offload": True},
 }
 
@@ -121,13 +121,14 @@ class _Measurement:
         trials: dict[str, tuple[Trial, list[Trace]]] = {}
         common: dict[str, Any] = {"in_flight": in_flight, "half_duplex": self.config.offload.half_duplex}
         for name, kind in TRIALS.items():
-            if kind["offload"] and not self.config.offload.enabled:
+            if kind.get("offload") and not self.config.offload.enabled:
                 continue
             _say(self.rank, f"1F1B, {name}")
             trial = Trial(self.placement, self._microbatches(), **kind, **common)
             trials[name] = trial, self._run_trial(trial)
         _say(self.rank, "links")
-        return self._profile(sizes, trials, self._links(), self._channels())
+        host = links.measure_host_links(self.rank, self.config)
+        return self._profile(sizes, trials, self._links(), host)
 
     def _microbatches(self) -> int:
         """Enough for a steady state, whatever the batch."""
@@ -202,38 +203,14 @@ class _Measurement:
         rows = gather.objects(found)
         return [rows[self.placement[number]][number] for number in range(len(found))]
 
-    def _channels(self) -> tuple[ChannelProfile, ...]:
-        """The channels, and the speed of each transfer alone and beside a neighbour."""
-        if not self.config.offload.enabled:
-            return ()
-        host = links.HostLinks(self.rank.device, self.config.offload.bandwidth_bytes_per_s)
-        devices, repeats = self.config.pipeline.devices, max(3, self.config.measure.iterations // 2)
-        alone: list[links.HostLink] = []
-        for device in range(devices):
-            mine = host.measure(self.rank.rank == device, repeats)
-            alone.append(links.HostLink(*gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])[device]))
-        together: dict[tuple[int, int], list[links.HostLink]] = {}
-        # Neighbours by number: switches join devices that sit side by side.
-        for first in range(devices - 1):
-            pair = (first, first + 1)
-            mine = host.measure(self.rank.rank in pair, repeats)
-            rows = gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])
-            together[pair] = [links.HostLink(*rows[device]) for device in pair]
-        host.close()
-        return links.channels(self.config.offload, alone, together)
-
     def _profile(
         self,
         sizes: list[StageBytes],
         trials: dict[str, tuple[Trial, list[Trace]]],
         messages: list[dict[str, list[float]]],
-        channels: tuple[ChannelProfile, ...],
+        host: links.HostLinkTrial,
     ) -> Profile:
-        times: dict[tuple[int, Kind], list[float]] = {}
-        for _, traces in trials.values():
-            on_cpu = self.rank.device.type == "cpu"
-            for key, found in samples.durations(traces, self.placement, with_host=on_cpu).items():
-                times.setdefault(key, []).extend(found)
+        times = self._times(trials)
         plain = [trace for name in ("split backward", "fused backward") for trace in trials[name][1]]
         lags = samples.message_lags(plain, self.placement)
         boundary_links = tuple(
@@ -261,11 +238,21 @@ class _Measurement:
                 for device, (weights, gradients, state, messages_under_way) in enumerate(static)
             ),
             links=boundary_links,
-            channels=channels,
+            channels=links.channels(self.config.offload, host.alone, host.pairs, host.crowded),
             trials=checks,
             settings=self.config,
-            warnings=tuple(warnings(load, late, checks, _crowding(self.rank))),
+            warnings=(*warnings(load, late, checks, _crowding(self.rank)), *links.doubts(self.config.offload, host)),
         )
+
+    def _times(self, trials: dict[str, tuple[Trial, list[Trace]]]) -> dict[tuple[int, Kind], list[float]]:
+        """Samples of all trials, by stage and kind; of the one with recomputation those of C."""
+        times: dict[tuple[int, Kind], list[float]] = {}
+        for trial, traces in trials.values():
+            on_cpu = self.rank.device.type == "cpu"
+            for key, found in samples.durations(traces, self.placement, with_host=on_cpu).items():
+                if not trial.recompute or key[1] == Kind.C:
+                    times.setdefault(key, []).extend(found)
+        return times
 
     def _check(
         self,
@@ -299,6 +286,7 @@ class _Measurement:
             backward_ms=timing(Kind.B),
             weight_ms=timing(Kind.W),
             fused_backward_ms=timing(Kind.BW),
+            recompute_ms=timing(Kind.C),
             activation_bytes=sizes.activation_bytes,
             weight_context_bytes=sizes.weight_context_bytes,
             offloadable_bytes=sizes.offloadable_bytes,

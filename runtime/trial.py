@@ -1,4 +1,5 @@
-"""Schedules to measure under: 1F1B with a split or a fused backward, with or without offloads, for any placement.
+"""Schedules to measure under: 1F1B with a split or a fused backward, with offloads, with recomputation or with neither,
+for any placement.
 
 A profile is taken inside a schedule that is like the ones that will run. There is no profile yet when it is needed, so
 the ops have nominal times here, and nothing is optimised.
@@ -32,6 +33,8 @@ class Trial:
         B and W apart, else BW.
     offload
         Every second microbatch of each stage goes to the host and back.
+    recompute
+        The forward of every microbatch is run again, right before its backward.
     in_flight
         Microbatches that a stage may hold at most, whatever 1F1B would hold; None: no limit.
     half_duplex
@@ -42,6 +45,7 @@ class Trial:
     microbatches: int
     split: bool = True
     offload: bool = False
+    recompute: bool = False
     in_flight: int | None = None
     half_duplex: bool = False
 
@@ -61,6 +65,8 @@ class Trial:
 
     def _problem(self) -> Problem:
         stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1}
+        if self.recompute:
+            stage |= {"checkpoint_bytes": 0}
         if self.offload:
             stage |= {"offloadable_bytes": 1, "offload_ms": _TRANSFER_MS, "reload_ms": _TRANSFER_MS}
         devices = sorted(set(self.stage_devices))
@@ -138,6 +144,9 @@ class _Greedy:
         if self.trial.moves(j):
             self.ops.append(Op(Kind.R, stage, j, start - _TRANSFER_MS, start))
         self.backwards[stage] += 1
+        if self.trial.recompute:
+            self.ops.append(Op(Kind.C, stage, j, start, start + 1.0))
+            start += 1.0
         if not self.trial.split:
             self.ops.append(Op(Kind.BW, stage, j, start, start + 2.0))
             self.backward_end[stage][j] = start + 2.0

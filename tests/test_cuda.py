@@ -1,12 +1,14 @@
-"""The runtime on a GPU: one rank, several stages. Skipped without one."""
+"""The runtime on a GPU: one rank, several stages. Skipped without one, but for what needs none."""
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks import offload_gpu
 from optpipe import memory
 from optpipe.ops import Kind
+from optpipe.plan import Plan
 from runtime.accounting import Ledger
 from runtime.channel import CudaLane
 from runtime.executor import Executor
@@ -16,7 +18,7 @@ from runtime.saved import InputGradient, Saved, enter, storages
 from runtime.stage import dropout_seed, seeded
 from tests.pipelines import MODEL, batch, boundaries, model_problem, plan_of_orders, random_plan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def stages_on_gpu(count, config=MODEL):
@@ -43,6 +45,7 @@ def expected(count, m):
     return float(total), [p.grad for s in range(count) for p in stages[s].parameters()]
 
 
+@needs_gpu
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_give_the_gradients_of_plain_training(seed):
     m, count = 4, 3
@@ -62,6 +65,7 @@ def test_random_plans_give_the_gradients_of_plain_training(seed):
     assert executor.ledger.activation_bytes == executor.ledger.message_bytes == executor.pool.in_use == 0
 
 
+@needs_gpu
 def test_the_allocator_agrees_that_offloaded_activations_are_gone():
     config = GPTConfig(layers=2, width=256, heads=4, context=256, vocabulary=256)
     module = nn.Sequential(*build_layers(config, 0, [1, 2], "cuda"))
@@ -87,6 +91,7 @@ def test_the_allocator_agrees_that_offloaded_activations_are_gone():
     assert torch.isfinite(place.value).all()
 
 
+@needs_gpu
 def test_offloads_overlap_with_compute():
     config = GPTConfig(layers=6, width=1024, heads=8, context=512, vocabulary=256)
     m, size = 6, 8
@@ -102,3 +107,90 @@ def test_offloads_overlap_with_compute():
     moves = [op for op in result.ops if op.kind in (Kind.O, Kind.R)]
     shared = sum(max(0.0, min(move.end, op.end) - max(move.start, op.start)) for move in moves for op in computes)
     assert shared > 0.5 * sum(move.end - move.start for move in moves)
+
+
+@needs_gpu
+def test_page_locked_memory_is_of_the_plans_size_and_is_given_back():
+    for nbytes in (100_000, (3 << 20) + 64):
+        pool = HostPool(pinned=True)
+        pool.lay_out(Layout({"one": Place(0, nbytes)}, nbytes, nbytes))
+        buffer = pool.space("one").take(nbytes)
+        assert pool.allocated == nbytes and buffer.is_pinned() and buffer.data_ptr() % 4096 == 0
+        here = torch.arange(nbytes, device="cuda", dtype=torch.int32).to(torch.uint8)
+        buffer.copy_(here, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(buffer, here.cpu())
+        pool.space("one").give(buffer)
+        locked = dict(pool._locked)
+        assert len(locked) == 1
+        pool.lay_out(Layout({}, 0, 0))
+        assert not pool._locked and not buffer.is_pinned()
+
+
+@needs_gpu
+def test_a_steady_run_takes_no_memory_from_the_system():
+    m = 6
+    order = [(Kind.F, 0, j) for j in range(m)] + [(Kind.BW, 0, j) for j in range(m)]
+    plan = plan_of_orders(model_problem(1, microbatches=m), [order], {(0, j) for j in range(m)})
+    inputs, targets = ([tensor.cuda() for tensor in tensors] for tensors in batch(m))
+    with Executor(plan, stages_on_gpu(1), [], loss_fn, device="cuda") as executor:
+        taken = []
+        for _ in range(4):
+            executor.step(inputs, targets)
+            taken.append((executor.pool.allocations, torch.cuda.memory_reserved()))
+    assert len(set(taken[1:])) == 1
+
+
+@needs_gpu
+def test_the_manager_keeps_to_what_the_allocator_has():
+    """GPipe without a budget, on an allocator that is said to have room for half of the microbatches."""
+    m, config = 8, GPTConfig(layers=2, width=256, heads=4, context=256, vocabulary=256)
+    order = [(Kind.F, s, j) for j in range(m) for s in range(2)]
+    order += [(Kind.BW, s, j) for j in range(m) for s in (1, 0)]
+    plan = plan_of_orders(model_problem(1, 2, microbatches=m), [order])
+    plan = Plan(plan.problem.with_budgets([None]), plan.ops)
+    stages = stages_on_gpu(2, config)
+    tokens = torch.randint(0, 256, (m * 4, 257), device="cuda")
+    inputs, targets = list(tokens[:, :-1].chunk(m)), list(tokens[:, 1:].chunk(m))
+    with Executor(plan, stages, [TensorSpec((4, 256, 256))], loss_fn, device="cuda") as executor:
+        free = executor.step(inputs, targets)
+        assert not any(relief.action == "went on" for relief in free.reliefs)
+        room = free.peak_bytes // 2
+        executor.manager._headroom = lambda: room - executor.ledger.activation_bytes
+        for number in range(2):
+            held = executor.step(inputs, targets, number=number)
+    assert held.reliefs and held.peak_bytes <= room
+    assert held.loss == pytest.approx(free.loss, rel=1e-3)
+
+
+@needs_gpu
+def test_an_evaluation_gives_the_loss_of_the_same_stages():
+    count, m = 3, 4
+    stages = stages_on_gpu(count)
+    inputs, targets = ([tensor.cuda() for tensor in tensors] for tensors in batch(m))
+    evaluator = Evaluator(model_problem(1, count, microbatches=m), stages, boundaries(count), loss_fn, device="cuda")
+    found = evaluator.loss(inputs, targets)
+    evaluator.close()
+    assert found == pytest.approx(expected(count, m)[0], rel=1e-5)
+
+
+@needs_gpu
+def test_transfers_and_memory_are_as_the_benchmark_plans_them():
+    size = offload_gpu.Size(GPTConfig(layers=4, width=1024, heads=8, context=512), 2, 6, 8)
+    bench = offload_gpu.Bench(size, torch.device("cuda", torch.cuda.current_device()))
+    plan = offload_gpu.plan_of(bench.problem(offloads=True), size, 3)
+    results, peaks = bench.run(plan, 4)
+    planned = memory.peaks(plan.problem, plan.ops)[0]
+    assert all(result.peak_bytes <= planned for result in results)
+    assert max(peaks) <= 1.1 * planned  # with the workspace of one op
+    assert max(offload_gpu.speed_share(result, plan.problem) for result in results) > 0.8
+
+
+def test_the_benchmark_of_offloads_runs_on_any_device():
+    """On the CPU, tiny: its plan is valid, what is to be offloaded is, and peaks are the plan's."""
+    rows = offload_gpu.table(offload_gpu.TINY, torch.device("cpu"), pace=1e9, steps=2)
+    assert [row[0] for row in rows] == ["0 of 4", "1 of 4", "2 of 4"]
+    assert rows[0][4] is None and rows[0][-1] == 0.0
+    host = [row[-1] for row in rows]
+    assert 0 < host[1] < host[2]
+    assert all(row[7] <= row[6] for row in rows)

@@ -15,7 +15,7 @@ from optpipe.profile import Profile, TrialProfile
 from optpipe.timing import earliest
 from optpipe.verify import verify_plan
 from runtime import costs, links
-from runtime.links import HostLink
+from runtime.links import HostLink, HostLinkTrial
 from runtime.profiler import profile, warnings
 from runtime.train import train
 from runtime.trial import Trial
@@ -62,7 +62,15 @@ def test_a_profile_has_every_figure_and_makes_a_problem(measured: tuple[Profile,
     counts = [stage.layers for stage in found.stages]
     assert sum(counts) == 5 and found.settings.pipeline.partition == tuple(counts)
     for stage in found.stages:
-        for name in ("forward_ms", "backward_ms", "weight_ms", "fused_backward_ms", "offload_ms", "reload_ms"):
+        for name in (
+            "forward_ms",
+            "backward_ms",
+            "weight_ms",
+            "fused_backward_ms",
+            "recompute_ms",
+            "offload_ms",
+            "reload_ms",
+        ):
             assert getattr(stage, name).median > 0
         assert 0 < stage.weight_context_bytes <= stage.activation_bytes
         assert 0 < stage.offloadable_bytes <= stage.activation_bytes
@@ -75,7 +83,7 @@ def test_a_profile_has_every_figure_and_makes_a_problem(measured: tuple[Profile,
     assert found.devices[1].message_bytes > 0
     # Weights, gradients of the same size, two moments and a step count a parameter.
     assert all(d.weight_bytes == d.gradient_bytes < d.optimizer_bytes / 2 for d in found.devices)
-    assert len(found.trials) == 3 and len(said) >= 4
+    assert len(found.trials) == 4 and len(said) >= 4
     problem = found.to_problem()
     assert problem.num_stages == len(counts) and all(map(problem.can_offload, range(problem.num_stages)))
     assert Profile.from_json(found.to_json(), "again.json").to_problem() == problem
@@ -143,6 +151,21 @@ def test_a_switch_is_found_from_speeds_and_named_in_channels() -> None:
     assert speeds[0, "d2h"] == 2e9 and speeds[1, "d2h"] == 1e9 and speeds[2, "h2d"] == 1.9e9
     paced = links.channels(OffloadConfig(bandwidth_bytes_per_s=2e9), alone, together)
     assert len(paced) == 6, "a pace is the config's word on what is shared"
+
+
+def test_speeds_beside_both_neighbours_count_and_what_no_channel_says_is_named() -> None:
+    alone = (HostLink(4e9, 4e9),) * 3
+    pairs = {(0, 1): [HostLink(4e9, 4e9)] * 2, (1, 2): [HostLink(4e9, 4e9)] * 2}
+    trial = HostLinkTrial(alone, pairs, {1: HostLink(2e9, 4e9)}, (HostLink(4e9, 4e9),) * 2 + (HostLink(2e9, 2e9),))
+    found = links.channels(OffloadConfig(), trial.alone, trial.pairs, trial.crowded)
+    speeds = {(t.device, t.direction): t.together_bytes_per_s for c in found for t in c.transfers}
+    assert speeds[1, "d2h"] == 2e9 and speeds[1, "h2d"] == speeds[0, "d2h"] == 4e9
+    told = links.doubts(OffloadConfig(), trial)
+    assert told[0].startswith("device 2 copies both ways at once at 50% of its speed one way")
+    assert told[1].startswith("device 1 copies at 50% of its speed beside both neighbours, but at 100% beside one")
+    assert len(told) == 2 and links.doubts(OffloadConfig(bandwidth_bytes_per_s=4e9), trial) == []
+    assert len(links.doubts(OffloadConfig(half_duplex=True), trial)) == 1
+    assert links.channels(OffloadConfig(), (), {}) == () and links.doubts(OffloadConfig(), HostLinkTrial()) == []
 
 
 def test_doubtful_figures_are_named() -> None:

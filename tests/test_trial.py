@@ -37,6 +37,14 @@ def test_trials_are_valid_plans(
     assert all(peak <= most for peak, most in zip(memory.peaks(plan.problem, plan.ops), held, strict=True))
 
 
+@given(placements, st.integers(1, 6), st.booleans())
+def test_trials_may_recompute_every_forward(placement: list[int], microbatches: int, split: bool) -> None:
+    plan = Trial(placement, microbatches, split=split, recompute=True).plan()
+    assert verify_plan(plan) == []
+    again = [op for op in plan.ops if op.kind == Kind.C]
+    assert len(again) == len(placement) * microbatches
+
+
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_without_limits_a_line_of_stages_runs_1f1b(devices: int) -> None:
     plan = Trial(range(devices), 8, split=False).plan()
