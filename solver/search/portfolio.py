@@ -10,6 +10,7 @@ from solver.incumbent import Incumbent
 from solver.policy import Policy
 from solver.search.around import search_around
 from solver.search.rules import best_of, search_rules
+from solver.search.shares import with_best_shares
 from solver.search.stages import Genome, search_stages
 from solver.search.windows import search_windows
 
@@ -21,6 +22,8 @@ _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
+#: Largest schedule, in ops, whose shares are optimised.
+_SHARED = 10_000
 #: Policies whose stages begin to be evolved in a round, beside the best of each kind; genomes that go on in the next.
 _PARENTS = 2
 _GENOMES = 2
@@ -55,7 +58,7 @@ class Portfolio:
         line.round(seconds)
         while line.rounds in self.waiting and not incumbent.at_bound and incumbent.seconds < end:
             other = self.waiting.pop(line.rounds)
-            line = min(other, line, key=lambda each: each.incumbent.value)
+            line = min(other, line, key=lambda each: each.value)
             line.round(end - incumbent.seconds)
         self.waiting[line.rounds] = line
 
@@ -65,6 +68,7 @@ class Line:
 
     def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
         self.incumbent, self.rng = incumbent, rng
+        self.value = float("inf")  # of the best schedule, also of those that move other shares
         self.pool: list[tuple[float, int, Policy]] = []
         self.genomes: list[tuple[float, Genome]] = []
         self.rounds = 0
@@ -100,7 +104,20 @@ class Line:
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
+        self.value = min(self.value, incumbent.value, self._with_best_shares(end - incumbent.seconds))
         self.rounds += 1
+
+    def _with_best_shares(self, seconds: float) -> float:
+        """The best schedule with what its transfers should move, offered to whom this line offers; its objective."""
+        incumbent = self.incumbent
+        ops = incumbent.ops
+        if ops is None or incumbent.at_bound or ops.is_compute.all() or len(ops) > _SHARED or seconds <= 0:
+            return float("inf")
+        if incumbent.options.objective != "makespan":
+            return float("inf")
+        found = with_best_shares(incumbent.problem, ops, seconds=seconds)
+        (incumbent.parent or incumbent).offer(found, "shares")
+        return incumbent.objective(found)
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
