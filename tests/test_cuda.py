@@ -10,8 +10,11 @@ from optpipe import memory
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from runtime.accounting import Ledger
+from runtime.boundary import TensorSpec
 from runtime.channel import CudaLane
+from runtime.evaluate import Evaluator
 from runtime.executor import Executor
+from runtime.host_layout import Layout, Place
 from runtime.host_memory import HostPool
 from runtime.model import GPTConfig, build_layers, loss_fn
 from runtime.saved import InputGradient, Saved, enter, storages
