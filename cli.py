@@ -331,8 +331,10 @@ def export(plan_file: str, form: str, output: str, as_json: bool, **options: Any
         rows = _known_schedules(plan) if known and form == "html" else []
         text, warnings = formats.export(plan, form, plan_file, schedules=rows, **options)
     else:
+        from optpipe.interchange import check_order
         from solver.milp.export import program_of
 
+        check_order(plan, plan_file)
         program = program_of(plan.problem, plan.ops, form, lower_bound=plan.lower_bound_ms or 0.0)
         text = program.text
         warnings = [f"the program leaves out {program.leaves_out}"] if program.leaves_out else []

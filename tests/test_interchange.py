@@ -282,6 +282,31 @@ def test_offloads_are_refused_unless_they_are_to_be_dropped(form, tiny_plan, tin
     assert "over its budget of 2000" in done.stderr
 
 
+@pytest.mark.parametrize("form", ["torch-csv", "megatron", "mps", "lp"])
+def test_a_plan_that_breaks_a_rule_is_refused(form, tiny_plan, tmp_path):
+    tiny_plan.ops = tiny_plan.ops.take(tiny_plan.ops.start > 0)
+    tiny_plan.write(tmp_path / "plan.json")
+    done = invoke("export", tmp_path / "plan.json", "--to", form, "-o", tmp_path / "out", "--drop-offload")
+    assert done.exit_code == 2
+    assert "ops: F(0,0) is missing, expected a valid plan" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["html", "svg", "trace"])
+def test_a_plan_that_breaks_a_rule_can_be_looked_at(form, tiny_plan, tmp_path):
+    tiny_plan.ops = tiny_plan.ops.take(tiny_plan.ops.start > 0)
+    tiny_plan.write(tmp_path / "plan.json")
+    done = invoke("export", tmp_path / "plan.json", "--to", form, "-o", tmp_path / "out", "--no-compare")
+    assert done.exit_code == 0, done.output
+    assert "F(0,1)" in (tmp_path / "out").read_text() or form != "trace"
+
+
+def test_a_plan_above_its_budget_is_written_all_the_same(tmp_path):
+    plan = imported("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", problem_on((0, 1), 2), tmp_path)
+    plan.problem = plan.problem.with_budgets([1, 1])
+    assert text_in("torch-csv", plan, "")[0].startswith("0F0,0F1")
+
+
 def test_the_memory_in_the_warning_is_what_the_exported_schedule_takes(tiny_plan, tmp_path):
     text, warnings = text_in("torch-csv", tiny_plan, "plan.json", drop_offload=True)
     roomy = tiny_plan.problem.with_budgets([None] * 2)

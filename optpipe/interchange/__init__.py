@@ -11,6 +11,7 @@ from optpipe.errors import InputError
 from optpipe.interchange import megatron, orders, torch_csv
 from optpipe.ops import Kind, Ops
 from optpipe.plan import Plan
+from optpipe.verify import verify
 
 #: Formats that say nothing but orders of compute ops.
 ORDERS = {"torch-csv": torch_csv.text_of, "megatron": megatron.text_of}
@@ -34,8 +35,9 @@ def text_in(form: str, plan: Plan, file: str | Path, *, drop_offload: bool = Fal
     Raises
     ------
     InputError
-        The plan has such ops, and they are not to be dropped.
+        The plan has such ops, and they are not to be dropped; or it breaks a rule other than that of memory.
     """
+    check_order(plan, file)
     moved, again = int((plan.ops.kind == Kind.O).sum()), int((plan.ops.kind == Kind.C).sum())
     if not moved and not again:
         return ORDERS[form](plan), []
@@ -44,6 +46,19 @@ def text_in(form: str, plan: Plan, file: str | Path, *, drop_offload: bool = Fal
         raise InputError(file, "ops", f"has {what}, which {form} cannot say; --drop-offload leaves them out")
     ops = orders.only_plain(plan.problem, plan.ops)
     return ORDERS[form](replace(plan, ops=ops)), [f"without {what} " + "; ".join(_needs(plan, ops))]
+
+
+def check_order(plan: Plan, file: str | Path) -> None:
+    """Refuse what no other tool could run either. Memory is left out: elsewhere there may be more.
+
+    Raises
+    ------
+    InputError
+        The first violation.
+    """
+    roomy = plan.problem.with_budgets([None] * plan.problem.num_devices)
+    if violations := verify(roomy, plan.ops):
+        raise InputError(file, "ops", f"{violations[0]}, expected a valid plan")
 
 
 def _needs(plan: Plan, ops: Ops) -> Iterator[str]:
