@@ -393,9 +393,16 @@ def import_(file: str, task_file: str, output: str, as_json: bool) -> None:
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps in all.  [default: the config's]")
 @click.option("--resume", type=click.Path(), metavar="FOLDER", help="Go on from the checkpoint in this folder.")
 @click.option("--trace", type=click.Path(), metavar="FILE", help="Write when the ops of the last steps ran.")
+@click.option("--tensorboard", type=click.Path(), metavar="FOLDER", help="Write the figures of each step as events.")
 @json_option
 def train(
-    plan_file: str, config: str | None, steps: int | None, resume: str | None, trace: str | None, as_json: bool
+    plan_file: str,
+    config: str | None,
+    steps: int | None,
+    resume: str | None,
+    trace: str | None,
+    tensorboard: str | None,
+    as_json: bool,
 ) -> None:
     """Train the model of a plan under its schedule.
 
@@ -410,19 +417,23 @@ def train(
         check_output(trace)
     from optpipe import metrics, report
     from runtime import launch
+    from runtime.tensorboard import Events
     from runtime.train import settings_of
     from runtime.train import train as run
 
     total = steps or settings_of(plan, settings, plan_file).train.steps
-    peaks = metrics.measure(plan.problem, plan.ops).peak_bytes
-
-    def tell(step: Step) -> None:
-        click.echo(json.dumps(step.to_json()) if as_json else step.line(total, peaks))
-
+    planned = metrics.measure(plan.problem, plan.ops)
     if launch.is_chief() and not as_json:
         for line in report.facts(plan):
             click.echo(line)
-    summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, trace=trace, file=plan_file)
+    with Events(tensorboard if launch.is_chief() else None, planned) as events:
+
+        def tell(step: Step) -> None:
+            line = step.line(total, planned.peak_bytes, planned.makespan_ms)
+            click.echo(json.dumps(step.to_json()) if as_json else line)
+            events.add(step)
+
+        summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, trace=trace, file=plan_file)
     if not launch.is_chief():
         return
     if as_json:

@@ -55,14 +55,16 @@ class Step:
     validation_loss: float | None = None
     reliefs: dict[str, int] | None = None
 
-    def line(self, total: int, planned_peak_bytes: list[int]) -> str:
-        """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms  bubble 31%  peak 98% of plan``."""
+    def line(self, total: int, planned_peak_bytes: list[int], planned_ms: float | None = None) -> str:
+        """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms, schedule 480 (plan 471)  bubble 31%
+        peak 98% of plan``, without a line break."""
         shares = [real / plan for real, plan in zip(self.peak_bytes, planned_peak_bytes, strict=True) if plan]
         peak = f"  peak {max(shares):.0%} of plan" if shares else ""
+        plan = "" if planned_ms is None else f", schedule {self.pipeline_ms:.0f} (plan {planned_ms:.0f})"
         held_out = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
         return (
             f"step {self.step:{len(str(total))}}/{total}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"{self.step_ms:.0f} ms  bubble {self.bubble_ratio:.0%}{peak}{held_out}{self._reliefs()}"
+            f"{self.step_ms:.0f} ms{plan}  bubble {self.bubble_ratio:.0%}{peak}{held_out}{self._reliefs()}"
         )
 
     def _reliefs(self) -> str:

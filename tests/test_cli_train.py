@@ -122,3 +122,14 @@ def test_a_config_without_a_model_cannot_be_profiled(run, folder):
     result = run("profile", "empty.yaml")
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: empty.yaml: model: is missing")
+
+
+def test_train_writes_a_trace_and_events_where_it_is_told_to(run, plan_file, folder):
+    pytest.importorskip("tensorboard")
+    result = run("train", "--schedule", plan_file, "--steps", "2", "--trace", "run.json", "--tensorboard", "events")
+    assert result.exit_code == 0, result.output
+    assert "(plan " in result.stdout and result.stdout.splitlines()[-1] == "trace in run.json"
+    assert len(json.loads((folder / "run.json").read_text())["steps"]) == 2
+    assert list((folder / "events").glob("events.out.tfevents.*"))
+    shown = run("export", plan_file, "--to", "html", "--trace", "run.json", "-o", "run.html", "--no-compare")
+    assert shown.exit_code == 0, shown.output
