@@ -25,21 +25,29 @@ def add_exclusivity(model: Model, precedence: DevicePrecedence) -> None:
     For x < y in the device's list the bit says that y runs before x: all bits 0 is every F, then every B, then every
     W. Both big M's come from the windows of the two ops.
     """
+    device = add_sure_order(model, precedence)
     ops = precedence.ops
-    n = len(ops)
-    x, y = np.nonzero(precedence.reduced())
-    model.after("sure_{}_{}", ops[x], ops[y])
     x, y = np.nonzero(np.triu(precedence.open))
     columns = model.add_bits("{}_before_{}", Meaning.ORDER, ops[y], ops[x])
     model.after("order_{}_{}", ops[y], ops[x], bit=columns, when=1)
     model.after("order_{}_{}", ops[x], ops[y], bit=columns, when=0)
-    const, sign, column = precedence.sure.astype(np.float64), np.zeros((n, n)), np.full((n, n), -1, np.int64)
-    column[x, y] = column[y, x] = columns
-    const[x, y], sign[x, y] = 1.0, -1.0
-    sign[y, x] = 1.0
+    device.column[x, y] = device.column[y, x] = columns
+    device.const[x, y], device.sign[x, y] = 1.0, -1.0
+    device.sign[y, x] = 1.0
+
+
+def add_sure_order(model: Model, precedence: DevicePrecedence) -> DeviceOrder:
+    """The next device: rows for what is sure of its order; other ops may overlap."""
+    ops = precedence.ops
+    n = len(ops)
+    x, y = np.nonzero(precedence.reduced())
+    model.after("sure_{}_{}", ops[x], ops[y])
     place = np.full(model.table.num_ops, -1, np.int64)
     place[ops] = np.arange(n)
-    model.devices.append(DeviceOrder(precedence, const, sign, column, place))
+    const = precedence.sure.astype(np.float64)
+    device = DeviceOrder(precedence, const, np.zeros((n, n)), np.full((n, n), -1, np.int64), place)
+    model.devices.append(device)
+    return device
 
 
 def add_objective(model: Model) -> None:

@@ -59,6 +59,8 @@ class Options:
         With the choice of BW, where that is shorter than B and W.
     relaxed
         Rows that every schedule of the problem obeys (see ``fluid``), for bounds; its solutions are no schedules.
+    devices
+        With ``relaxed``: the devices that do one op at a time and have a budget; None: all. The others only delay.
     load, staircase, triangles
         Families of valid rows, see ``cuts``.
     """
@@ -67,6 +69,7 @@ class Options:
     offload: bool = True
     fuse: bool = True
     relaxed: bool = False
+    devices: tuple[int, ...] | None = None
     load: bool = True
     staircase: bool = True
     triangles: bool = False
@@ -172,10 +175,10 @@ def excluded(problem: Problem, options: Options) -> str:
     return ""
 
 
-def estimated_bits(problem: Problem) -> int:
+def estimated_bits(problem: Problem, *, offload: bool = True) -> int:
     """About how many order bits the program of a problem has, before windows decide some."""
     m = problem.num_microbatches
-    offloaded = op_table(problem, offload=True, fuse=False).offloaded
+    offloaded = op_table(problem, offload=offload, fuse=False).offloaded
     bits = 0
     for held in problem.stages_of:
         moved = sum(s in offloaded for s in held)
@@ -272,12 +275,17 @@ def _write(model: Model, devices: Sequence[DevicePrecedence], options: Options, 
     model.add_starts(lower)
     model.add_decisions()
     compute.add_dependencies(model)
-    for precedence in devices:
-        compute.add_exclusivity(model, precedence)
+    told = range(len(devices)) if options.devices is None else options.devices
+    for number, precedence in enumerate(devices):
+        if number in told:
+            compute.add_exclusivity(model, precedence)
+        else:
+            compute.add_sure_order(model, precedence)
     compute.add_objective(model)
     transfers.add_transfer_chains(model)
     transfers.add_channels(model)
-    for number, device in enumerate(model.devices):
+    for number in told:
+        device = model.devices[number]
         if _tight(model.problem, number):
             if options.relaxed:
                 fluid.add_fluid(model, device, number)

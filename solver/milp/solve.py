@@ -1,8 +1,8 @@
 """The MILP from a known schedule: formulate, solve, keep what is valid; and the bound that it proves.
 
 Where the program describes every schedule that can be best, its own bound is one of the problem. Where it leaves some
-out (``Formulation.excludes``), a second program, the relaxation of ``fluid``, proves the bound: it is smaller, and is
-given a part of the time first.
+out (``Formulation.excludes``), smaller ones, of the relaxation (see ``prove``), prove the bound: they are given a part
+of the time first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from solver.milp.extract import schedule
 from solver.milp.formulation import Formulation, Options, estimated_bits, excluded, formulate
 from solver.milp.highs import MilpResult, OnImprovement, Settings
 from solver.milp.precedence import Contradiction
+from solver.milp.prove import prove_by_blocks
 from solver.milp.sparse import INF
 
 #: Of the time: what the relaxation may take before the program of schedules.
@@ -91,6 +92,8 @@ class _Run:
         self.problem, self.options, self.settings = problem, options, settings
         self.backend, self.end, self.bound = backend, end, bound
         self.proven: float | None = None
+        #: Whether no more time would let the relaxation prove more.
+        self.exhausted = False
         self.facts: dict[str, Any] = {}
 
     def found(self, start: Ops | None, on_improvement: Callable[[Ops], None] | None) -> Found:
@@ -127,23 +130,15 @@ class _Run:
     def _prove(self, upper: float | None, part: float) -> None:
         """Bound the objective of every schedule of the problem, in a part of the time that is left."""
         seconds = part * self._left()
-        if self.facts.get("relaxation", {}).get("status") == "optimal" or seconds <= 0:
+        if self.exhausted or seconds <= 0:
             return
-        began = time.monotonic()
-        relaxed = replace(self.options, relaxed=True, fuse=True)
-        try:
-            program = formulate(self.problem, relaxed, upper=upper, lower=self.bound)
-        except Contradiction:
-            return
-        settings = replace(self.settings, gap=0.0, time_limit=seconds - (time.monotonic() - began))
-
-        def enough(bound: float) -> bool:
-            return upper is not None and bound >= upper * (1 - self.settings.gap - _SAME)
-
-        solve = highs.solve if self.backend == "highs-here" else child.solve
-        result = solve(program.matrix, settings, stop=enough)
-        self._take_bound(result)
-        self.facts["relaxation"] = _facts(result)
+        settings = replace(self.settings, time_limit=seconds)
+        in_child = self.backend != "highs-here"
+        proof = prove_by_blocks(self.problem, self.options, settings, upper, self.bound, in_child=in_child)
+        self.exhausted |= proof.exhausted
+        self._raise_bound(proof.bound)
+        if proof.facts:
+            self.facts["relaxation"] = proof.facts
 
     def _solve(
         self, start: Ops | None, upper: float | None, on_improvement: Callable[[Ops], None] | None, *, proves: bool
@@ -179,7 +174,11 @@ class _Run:
         """Keep what a program that holds for every schedule proves. (That it has no solution only says that nothing is
         shorter than what is known.)"""
         if result.status != "infeasible" and 0 < result.bound < INF:
-            self.proven = max(result.bound, self.proven or 0.0)
+            self._raise_bound(result.bound)
+
+    def _raise_bound(self, bound: float | None) -> None:
+        if bound is not None:
+            self.proven = max(bound, self.proven or 0.0)
             self.bound = max(self.bound, self.proven)
 
 
