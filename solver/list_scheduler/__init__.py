@@ -14,7 +14,7 @@ import numpy as np
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
 from solver.list_scheduler.events import run
-from solver.list_scheduler.records import State
+from solver.list_scheduler.records import State, moved_by
 from solver.list_scheduler.rule import KEEP, OFFLOAD, ON_DEMAND, RECOMPUTE, UNBOUNDED, Rule, backward_first, ramp
 from solver.tables import Tables, tables, with_parts
 
@@ -70,10 +70,14 @@ def to_ops(tab: Tables, rule: Rule, state: State) -> Ops:
         (Kind.W, np.asarray(state.w_start), tab.weight),
         (Kind.BW, np.where(fused, b_start, -1.0), tab.fused),
         (Kind.C, np.asarray(state.c_start), tab.forward),
-        (Kind.O, np.asarray(state.o_start), tab.offload),
-        (Kind.R, np.asarray(state.r_start), tab.reload),
+        (Kind.O, np.asarray(state.o_start), None),
+        (Kind.R, np.asarray(state.r_start), None),
     )
-    kinds, stages, microbatches, starts, ends = [], [], [], [], []
+    moves = moved_by(tab, rule)
+    took_of = {Kind.O: moves["offload"], Kind.R: moves["reload"]}
+    whole = np.repeat(tab.offloadable, tab.m)
+    partial = np.where(moves["movable"] < whole, moves["movable"], -1)
+    kinds, stages, microbatches, starts, ends, moved = [], [], [], [], [], []
     for kind, start, length in columns:
         k = np.flatnonzero(start >= 0)
         stage = k // tab.m
@@ -81,10 +85,9 @@ def to_ops(tab: Tables, rule: Rule, state: State) -> Ops:
         stages.append(stage)
         microbatches.append(k % tab.m)
         starts.append(start[k])
-        ends.append(start[k] + np.asarray(length)[stage])
-    kind_column, stage_column, microbatch_column, start_column, end_column = (
-        np.concatenate(column) for column in (kinds, stages, microbatches, starts, ends)
+        ends.append(start[k] + (took_of[kind][k] if length is None else np.asarray(length)[stage]))
+        moved.append(partial[k] if length is None else np.full(len(k), -1))
+    kind_column, stage_column, microbatch_column, start_column, end_column, moved_column = (
+        np.concatenate(column) for column in (kinds, stages, microbatches, starts, ends, moved)
     )
-    partial = np.array([m if m < g else -1 for m, g in zip(tab.movable, tab.offloadable, strict=True)])
-    moved = np.where(kind_column >= int(Kind.O), partial[stage_column], -1)
-    return Ops.columns(kind_column, stage_column, microbatch_column, start_column, end_column, moved)
+    return Ops.columns(kind_column, stage_column, microbatch_column, start_column, end_column, moved_column)

@@ -101,7 +101,7 @@ def _backward_head(
     if at == INFINITY or phase == RESIDENT:
         return kind, key, at
     if phase == RETURNING:
-        back = cell.c_start + stage.forward if cell.treatment == RECOMPUTE else cell.r_start + stage.reload
+        back = cell.c_start + stage.forward if cell.treatment == RECOMPUTE else cell.r_start + cell.reload
         return kind, key, max(at, back)
     if phase == AWAY and cell.treatment == RECOMPUTE:
         at -= stage.forward
@@ -138,7 +138,7 @@ def _coming_reloads(frame: Frame, cells: Sequence[Cell], stage: StageRow, z: int
         cell = cells[k]
         if cell.phase == AWAY and cell.treatment != RECOMPUTE:
             if frame.reserve_all or cell.reload_key < key:
-                total += stage.movable
+                total += cell.movable
             most -= 1
             if most == 0:
                 break

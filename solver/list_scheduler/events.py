@@ -10,7 +10,18 @@ from optpipe.ops import Kind
 from solver.compiled import compiled
 from solver.list_scheduler.compute import start_compute
 from solver.list_scheduler.memory_rule import at_rest
-from solver.list_scheduler.records import AWAY, RESIDENT, Cell, DeviceRow, Frame, StageRow, State, fresh, outcome
+from solver.list_scheduler.records import (
+    AWAY,
+    RESIDENT,
+    Cell,
+    DeviceRow,
+    Frame,
+    StageRow,
+    State,
+    fresh,
+    moved_by,
+    outcome,
+)
 from solver.list_scheduler.rule import RECOMPUTE, Rule
 from solver.list_scheduler.transfers import ASK, start_transfers
 from solver.tables import Tables
@@ -46,13 +57,15 @@ def _holds_one(tab: Tables, rule: Rule, d: int) -> bool:
     """Whether each microbatch by itself can pass the device's stages."""
     if tab.whole[d] <= tab.budget[d]:
         return True
+    moved = moved_by(tab, rule)["movable"].tolist()
     below = 0
     for s in tab.stage_list[tab.stage_ptr[d] : tab.stage_ptr[d + 1]]:
         if below + tab.activation[s] > tab.budget[d]:
             return False
-        row = rule.treatment[s * tab.m : (s + 1) * tab.m]
-        moved = tab.movable[s] if rule.evict else 0
-        below += tab.activation[s] - min(tab.dropped[s] if treatment == RECOMPUTE else moved for treatment in row)
+        row = slice(s * tab.m, (s + 1) * tab.m)
+        leaves = moved[row] if rule.evict else [0] * tab.m
+        both = zip(rule.treatment[row], leaves, strict=True)
+        below += tab.activation[s] - min(tab.dropped[s] if how == RECOMPUTE else most for how, most in both)
     return True
 
 
@@ -125,7 +138,7 @@ def _finish(
         freed = stage.context
     elif kind == _O:
         cell.phase = AWAY
-        freed = stage.movable
+        freed = cell.movable
     else:  # C, R
         cell.phase = RESIDENT
     if kind == _W:

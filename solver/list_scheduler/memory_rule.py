@@ -34,7 +34,7 @@ def rest(frame: Frame, stage: StageRow, cell: Cell) -> int:
         return stage.activation
     if cell.treatment == RECOMPUTE:
         return stage.activation - stage.dropped
-    return stage.activation - stage.movable
+    return stage.activation - cell.movable
 
 
 @compiled
@@ -43,7 +43,7 @@ def at_rest(frame: Frame, stage: StageRow, cell: Cell) -> int:
     if cell.r_start >= 0 or cell.c_start >= 0:
         return stage.activation
     if cell.phase == AWAY:
-        return stage.activation - (stage.dropped if cell.treatment == RECOMPUTE else stage.movable)
+        return stage.activation - (stage.dropped if cell.treatment == RECOMPUTE else cell.movable)
     return rest(frame, stage, cell)
 
 

@@ -31,6 +31,8 @@ class Cell:
     ----------
     forward_key, backward_key, weight_key, reload_key, treatment, fused
         As in :class:`~solver.list_scheduler.rule.Rule`.
+    movable, offload, reload
+        Bytes that an offload of it moves, and ms that moving them takes.
     f_start, b_start, w_start, o_start, r_start, c_start
         Start times in ms; -1 where the op has not started. A BW starts in ``b_start``.
     f_ready, b_ready
@@ -45,6 +47,9 @@ class Cell:
     reload_key: float
     treatment: int
     fused: int
+    movable: int
+    offload: float
+    reload: float
     f_start: float
     b_start: float
     w_start: float
@@ -65,7 +70,7 @@ class StageRow:
     comm
         To the next stage, ms; 0 for the last.
     movable
-        Bytes that an offload moves.
+        Bytes that an offload moves at most.
     dropped
         Bytes that a recomputation does without; 0 where there is none.
     f_count, b_count, b_done, w_next
@@ -77,8 +82,6 @@ class StageRow:
     backward: float
     weight: float
     fused: float
-    offload: float
-    reload: float
     comm: float
     activation: int
     context: int
@@ -205,6 +208,7 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
             **{name: getattr(rule, name) for name in ("forward_key", "backward_key", "weight_key", "reload_key")},
             "treatment": rule.treatment,
             "fused": rule.fused,
+            **moved_by(tab, rule),
             **dict.fromkeys(State._fields[:-1], never),
             "f_ready": [0.0] * tab.m + [INFINITY] * (n - tab.m),
             "b_ready": [INFINITY] * n,
@@ -224,6 +228,16 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
     if COMPILED:
         return Run(frames, cells, stages, devices, np.array(lists, np.int64), np.zeros(tab.C))
     return Run(frames, cells, stages, devices, lists, [0.0] * tab.C)
+
+
+def moved_by(tab: Tables, rule: Rule) -> dict[str, Any]:
+    """(S m): the bytes that a transfer of each stage and microbatch moves, and the ms that it takes out and back."""
+    movable, offload, reload_ = (np.repeat(column, tab.m) for column in (tab.movable, tab.offload, tab.reload))
+    if rule.share is None:
+        return {"movable": movable, "offload": offload, "reload": reload_}
+    moved = np.minimum(movable, np.ceil(np.asarray(rule.share) * movable)).astype(np.int64)
+    part = moved / np.maximum(movable, 1)
+    return {"movable": moved, "offload": offload * part, "reload": reload_ * part}
 
 
 def outcome(run: Run) -> State:

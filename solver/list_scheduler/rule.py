@@ -50,6 +50,8 @@ class Rule:
         Offload the newest microbatch rather than the oldest.
     alternation
         Added to the key of a forward after a forward, and of a backward after a backward.
+    share
+        (S m): the part of what a transfer of the stage moves that is moved; None: all of it.
     evict
         Take memory also where the oldest microbatch can only go on if others are moved away, and move them when it
         has to; otherwise nothing is offloaded but what ``treatment`` says.
@@ -73,6 +75,7 @@ class Rule:
     newest_first: bool = True
     alternation: float = 0.0
     evict: bool = False
+    share: list[float] | None = None
 
     def but(self, **changes: object) -> Rule:
         """A copy with some parts exchanged (the others are shared, so exchange a list, do not change it)."""

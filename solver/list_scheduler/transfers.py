@@ -60,7 +60,7 @@ def start_transfers(
         for _, s, j in found:
             device = devices[stages[s].device]
             if _channels_idle(device, lists, channels, reloading, soon):
-                _start(frame, cells[s * frame.m + j], stages[s], device, lists, channels, heap, s, j, reloading, now)
+                _start(frame, cells[s * frame.m + j], device, lists, channels, heap, s, j, reloading, now)
 
 
 @compiled
@@ -79,7 +79,6 @@ def _channels_idle(device: DeviceRow, lists: Any, channels: Any, reloading: bool
 def _start(
     frame: Frame,
     cell: Cell,
-    stage: StageRow,
     device: DeviceRow,
     lists: Any,
     channels: Any,
@@ -90,12 +89,12 @@ def _start(
     now: float,
 ) -> None:
     if reloading:
-        kind, end, first, last = _R, now + stage.reload, device.homeward, device.homeward_end
+        kind, end, first, last = _R, now + cell.reload, device.homeward, device.homeward_end
         cell.r_start, cell.phase = now, RETURNING
-        device.level += stage.movable
-        device.floor += stage.movable
+        device.level += cell.movable
+        device.floor += cell.movable
     else:
-        kind, end, first, last = _O, now + stage.offload, device.outward, device.outward_end
+        kind, end, first, last = _O, now + cell.offload, device.outward, device.outward_end
         cell.o_start, cell.phase = now, LEAVING
     for x in range(first, last):
         channels[lists[x]] = end
@@ -131,7 +130,7 @@ def _next_reload(
         earliest = key - frame.reload_lead
         if earliest > now + frame.eps and (j > stage.b_count or cell.b_ready == INFINITY):
             heapq.heappush(heap, (earliest, ASK * frame.n + d))
-        elif key < best and may_take(frame, cells, stages, device, lists, s, j, stage.movable, False):
+        elif key < best and may_take(frame, cells, stages, device, lists, s, j, cell.movable, False):
             best, choice = key, (key, s, j)
     return choice
 
@@ -154,7 +153,7 @@ def _next_offload(
             order = range(done, stage.f_count, 1)
         for j in order:
             cell = cells[base + j]
-            if cell.phase == RESIDENT and cell.r_start < 0:
+            if cell.phase == RESIDENT and cell.r_start < 0 and cell.movable > 0:
                 treatment = cell.treatment
                 if treatment == OFFLOAD or (treatment == ON_DEMAND and j - done >= stage.threshold):
                     if cell.f_start < best:
@@ -180,7 +179,7 @@ def oldest_is_stuck(
         if stage.f_count == oldest and cell.f_ready <= soon and stage.activation > room:
             return True
         if stage.b_count == oldest < stage.f_count and cell.phase == AWAY and cell.b_ready < INFINITY:
-            away = stage.dropped if cell.treatment == RECOMPUTE else stage.movable
+            away = stage.dropped if cell.treatment == RECOMPUTE else cell.movable
             if away > room:
                 return True
     return False
@@ -199,7 +198,7 @@ def _evicted(
             continue
         for j in range(stage.f_count - 1, stage.b_count - 1, -1):
             cell = cells[s * frame.m + j]
-            if cell.phase == RESIDENT and cell.r_start < 0 and cell.c_start < 0:
+            if cell.phase == RESIDENT and cell.r_start < 0 and cell.c_start < 0 and cell.movable > 0:
                 next_backward = j == stage.b_count and cell.b_ready < INFINITY
                 if cell.treatment != RECOMPUTE and not next_backward and j > newest:
                     found, newest = s, j

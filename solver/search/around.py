@@ -18,14 +18,14 @@ from optpipe.problem import Problem
 from solver.incumbent import SAME, Incumbent
 from solver.list_scheduler import KEEP, OFFLOAD, RECOMPUTE, UNBOUNDED, Rule, State, run, to_ops
 from solver.search.score import score
-from solver.tables import Tables, tables, with_parts
+from solver.tables import Tables, tables
 
 _Grid = npt.NDArray[Any]
 
 
 class Keys(NamedTuple):
-    """Start times per (stage, microbatch) as arrays (S, m), what becomes of the activations, and per stage the part of
-    the offloadable bytes that a transfer moves."""
+    """Start times per (stage, microbatch) as arrays (S, m), what becomes of the activations, and the part of the
+    offloadable bytes that a transfer moves."""
 
     forward: Floats
     backward: Floats
@@ -33,7 +33,7 @@ class Keys(NamedTuple):
     reload: Floats
     treatment: _Grid
     fused: _Grid
-    part: tuple[float, ...]
+    part: Floats
 
 
 def search_around(incumbent: Incumbent, rng: random.Random, *, runs: int, seconds: float) -> None:
@@ -55,18 +55,20 @@ def search_around(incumbent: Incumbent, rng: random.Random, *, runs: int, second
     for turn in range(runs):
         if incumbent.at_bound or incumbent.seconds > end:
             break
-        part = present.part if rng.random() < 0.95 else _other_parts(plain, present.part, rng)
-        tab = with_parts(plain, part) if any(p < 1 for p in part) else plain
-        rule = _disturbed(tab, present, length, rng, noise) if turn else rule_of(tab, present)
-        state = run(tab, rule)
+        if turn and rng.random() < 0.05:
+            tried = present._replace(part=_other_parts(plain, present.part, rng))
+        else:
+            tried = present
+        rule = _disturbed(plain, tried, length, rng, noise) if turn else rule_of(plain, tried)
+        state = run(plain, rule)
         if state is None:
             continue
-        found = score(tab, state, objective)
+        found = score(plain, state, objective)
         if found <= value * (1 + SAME):
             better = found < value
-            present, value, length = _keys_of_run(tab, rule, state, part), found, max(state.busy)
+            present, value, length = _keys_of_run(plain, rule, state, tried.part), found, max(state.busy)
             if better and found < incumbent.value * (1 + 1e-3):
-                incumbent.offer(to_ops(tab, rule, state), "around")
+                incumbent.offer(to_ops(plain, rule, state), "around")
 
 
 def keys_of(problem: Problem, tab: Tables, ops: Ops) -> Keys:
@@ -100,11 +102,12 @@ def rule_of(tab: Tables, keys: Keys, **steering: object) -> Rule:
         newest_first=False,
         reload_lead=0.0,
         evict=any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)),
+        share=keys.part.ravel().tolist() if (keys.part < 1).any() else None,
     )
     return rule.but(**steering) if steering else rule
 
 
-def _keys_of_run(tab: Tables, rule: Rule, state: State, part: tuple[float, ...]) -> Keys:
+def _keys_of_run(tab: Tables, rule: Rule, state: State, part: Floats) -> Keys:
     def grid(values: list[float]) -> Floats:
         return np.array(values).reshape(tab.S, tab.m)
 
@@ -122,20 +125,25 @@ def _unneeded_reloads(tab: Tables, backward: Floats) -> Floats:
     return np.asarray(backward - np.array(tab.reload)[:, None] - sum(tab.forward) / tab.S)
 
 
-def _parts(problem: Problem, ops: Ops) -> tuple[float, ...]:
-    """Per stage the largest part that a transfer of it moves; 1 where none does."""
-    moved = semantics.moved_bytes(problem, ops)
-    most = np.zeros(problem.num_stages)
-    np.maximum.at(most, ops.stage, moved)
-    whole = [stage.offloadable_bytes for stage in problem.stages]
-    return tuple(m / w if 0 < m < w else 1.0 for m, w in zip(most.tolist(), whole, strict=True))
+def _parts(problem: Problem, ops: Ops) -> Floats:
+    """(S, m): the part that a transfer moves; where there is none, the largest of that stage, 1 if it has none."""
+    shape = problem.num_stages, problem.num_microbatches
+    out = np.flatnonzero(ops.kind == Kind.O)
+    whole = np.array([max(1, stage.offloadable_bytes) for stage in problem.stages], np.float64)
+    part = np.zeros(shape)
+    part[ops.stage[out], ops.microbatch[out]] = semantics.moved_bytes(problem, ops)[out] / whole[ops.stage[out]]
+    most = part.max(axis=1, keepdims=True)
+    return np.where(part > 0, part, np.where(most > 0, most, 1.0))
 
 
-def _other_parts(tab: Tables, part: tuple[float, ...], rng: random.Random) -> tuple[float, ...]:
-    row = list(part)
+def _other_parts(tab: Tables, part: Floats, rng: random.Random) -> Floats:
+    """The parts of a few stages or of a few microbatches of one changed."""
+    changed = part.copy()
     for s in rng.sample(range(tab.S), min(tab.S, rng.choice([1, 1, 2, 4]))):
-        row[s] = rng.choice([1.0, min(1.0, max(0.05, row[s] + rng.gauss(0, 0.1)))])
-    return tuple(row)
+        first = rng.randrange(tab.m)
+        some = slice(None) if rng.random() < 0.5 else slice(first, first + rng.choice([1, 2, 4]))
+        changed[s, some] = 1.0 if rng.random() < 0.3 else np.clip(changed[s, some] + rng.gauss(0, 0.1), 0.05, 1.0)
+    return changed
 
 
 def _other_treatments(tab: Tables, treatment: _Grid, rng: random.Random) -> _Grid:

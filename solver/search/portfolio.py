@@ -104,20 +104,26 @@ class Line:
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
-        self.value = min(self.value, incumbent.value, self._with_best_shares(end - incumbent.seconds))
+        self.value = min(self.value, incumbent.value, self._with_other_shares(around, end))
         self.rounds += 1
 
-    def _with_best_shares(self, seconds: float) -> float:
-        """The best schedule with what its transfers should move, offered to whom this line offers; its objective."""
-        incumbent = self.incumbent
-        ops = incumbent.ops
-        if ops is None or incumbent.at_bound or ops.is_compute.all() or len(ops) > _SHARED or seconds <= 0:
+    def _with_other_shares(self, runs: int, end: float) -> float:
+        """What each transfer of the best schedule should move, and a search around that; the best objective. (The other
+        searches want the transfers of a stage alike, so this line's own schedule stays as it is.)"""
+        incumbent, ops = self.incumbent, self.incumbent.ops
+        if ops is None or incumbent.at_bound or ops.is_compute.all() or len(ops) > _SHARED:
             return float("inf")
         if incumbent.options.objective != "makespan":
             return float("inf")
-        found = with_best_shares(incumbent.problem, ops, seconds=seconds)
-        (incumbent.parent or incumbent).offer(found, "shares")
-        return incumbent.objective(found)
+        apart = (incumbent.parent or incumbent).line(ops)
+        for turn in range(2):
+            if apart.ops is None or apart.at_bound or incumbent.seconds >= end:
+                break
+            found = with_best_shares(incumbent.problem, apart.ops, seconds=end - incumbent.seconds)
+            apart.offer(found, "shares")
+            if turn == 0:
+                search_around(apart, self.rng, runs=runs, seconds=end - incumbent.seconds)
+        return apart.value
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
