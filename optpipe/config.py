@@ -106,15 +106,16 @@ class DataConfig(_Section):
 
 
 class BatchConfig(_Section):
-    """A step's batch: ``microbatches`` times ``microbatch_size`` sequences."""
+    """A step's batch: ``accumulate`` runs of a plan of ``microbatches`` times ``microbatch_size`` sequences."""
 
     microbatches: Count = 8
     microbatch_size: Count = 4
+    accumulate: Count = 1
 
     @property
     def sequences(self) -> int:
-        """Sequences a step."""
-        return self.microbatches * self.microbatch_size
+        """Sequences a step, of one replica."""
+        return self.microbatches * self.microbatch_size * self.accumulate
 
 
 class PipelineConfig(_Section):
@@ -212,9 +213,11 @@ class OptimizerConfig(_Section):
 class TrainConfig(_Section):
     """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for
     weights and optimiser state, written at the end and every ``checkpoint_every`` steps; ``resume``: such a folder to
-    go on from; ``metrics``: a file, one JSON object a step."""
+    go on from; ``metrics``: a file, one JSON object a step; ``replicas``: pipelines that train side by side, each on a
+    batch of its own."""
 
     steps: Count = 50
+    replicas: Count = 1
     seed: Seed = 0
     log_every: Count = 1
     validate_every: Count | None = None

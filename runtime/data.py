@@ -99,8 +99,9 @@ def batch(text: Tensor, seed: int, step: int, shape: tuple[int, int, int]) -> tu
 
 
 def batch_shape(config: Config) -> tuple[int, int, int]:
-    """(microbatches, microbatch size, context) of a config."""
-    return config.batch.microbatches, config.batch.microbatch_size, config.gpt.context
+    """(microbatches, microbatch size, context) of a step, over all replicas and runs of the plan."""
+    count = config.batch.microbatches * config.batch.accumulate * config.train.replicas
+    return count, config.batch.microbatch_size, config.gpt.context
 
 
 def _standard_library(pattern: str) -> list[Path]:

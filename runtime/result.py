@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from optpipe.ops import Kind
@@ -81,6 +81,31 @@ class StepResult:
     origin: float
     step_ms: float
     reliefs: tuple[Relief, ...] = ()
+
+
+def together(results: Sequence[StepResult]) -> StepResult:
+    """Several runs of a plan as one step: losses and times add up, peaks are the largest, ops follow one another on the
+    clock of the first."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    losses = [result.loss for result in results if result.loss is not None]
+    ops = [
+        replace(op, start=op.start + later, end=op.end + later)
+        for result in results
+        for later in [(result.origin - first.origin) * 1e3]
+        for op in result.ops
+    ]
+    return StepResult(
+        sum(losses) if losses else None,
+        max(result.peak_bytes for result in results),
+        max(result.message_peak_bytes for result in results),
+        max(result.host_peak_bytes for result in results),
+        tuple(ops),
+        first.origin,
+        sum(result.step_ms for result in results),
+        tuple(relief for result in results for relief in result.reliefs),
+    )
 
 
 class Mark(NamedTuple):

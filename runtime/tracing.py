@@ -68,7 +68,7 @@ class Tracer:
     def write(self, path: str | Path, problem: Problem) -> None:
         """Gather the steps of all ranks; rank 0 writes the file. Every rank calls it."""
         mine = [{"step": number, "origin": origin, "device": device} for number, origin, device in self._steps]
-        ranks = gather.objects(mine)
+        ranks = gather.objects(mine)[: problem.num_devices]  # of several replicas the first
         if dist.get_rank() != 0:
             return
         steps = []

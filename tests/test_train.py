@@ -22,7 +22,8 @@ from optpipe.timing import earliest
 from runtime import checkpoint, data, optimizer, stages
 from runtime.metrics_log import Step
 from runtime.model import build_layers, loss_fn
-from runtime.train import VALIDATION_BATCHES, settings_of, train
+from runtime.train import settings_of, train
+from runtime.trainer import VALIDATION_BATCHES
 from runtime.trial import Trial
 
 STEPS = 5
@@ -58,7 +59,8 @@ def plan_of(config: Config, *, split: bool = True, offload: bool = True, held: i
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: torch.Tensor, config: Config) -> float:
-    batches = [data.batch(text, config.train.seed, n, data.batch_shape(config)) for n in range(VALIDATION_BATCHES)]
+    shape = (config.batch.microbatches, *data.batch_shape(config)[1:])
+    batches = [data.batch(text, config.train.seed, n, shape) for n in range(VALIDATION_BATCHES)]
     return fmean(float(loss_fn(model(x), y)) for batch in batches for x, y in zip(*batch, strict=True))
 
 
@@ -116,6 +118,28 @@ def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bo
     assert min(summary.host_peak_bytes) > 0, "every device offloads something"
     assert all(step.pipeline_ms <= step.step_ms and 0 <= step.bubble_ratio < 1 for step in heard)
     assert json.loads(json.dumps(summary.to_json()))["within_plan"] is True
+
+
+def test_several_runs_and_replicas_make_the_step_of_one_process(tmp_path: Path) -> None:
+    """Two pipelines of two ranks, each of which runs its plan twice a step: a batch four times as large."""
+    files = {"checkpoint": str(tmp_path / "weights"), "metrics": str(tmp_path / "metrics.jsonl")}
+    changes = {
+        "train": {**SETTINGS["train"], **files, "replicas": 2, "validate_every": 2},
+        "batch": {"microbatches": 2, "microbatch_size": 2, "accumulate": 2},
+        "model": {**SETTINGS["model"], "dropout": 0.0},
+    }
+    config = config_of("line", **changes)
+    heard: list[Step] = []
+    summary = train(plan_of(config), on_step=heard.append)
+    losses, norms, parameters, held_out = one_process(config)
+    assert [step.loss for step in heard] == pytest.approx(losses, rel=1e-5)
+    assert [step.grad_norm for step in heard] == pytest.approx(norms, rel=1e-5)
+    assert [step.validation_loss for step in heard[1::2]] == pytest.approx(held_out, rel=1e-5)
+    state, _ = checkpoint.load(tmp_path / "weights")
+    for name, value in parameters.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    assert len(summary.measured_peak_bytes) == len(heard[0].peak_bytes) == 2 and summary.within_plan
+    assert heard[0].tokens_per_s == pytest.approx(2 * 2 * 2 * 2 * 16 / heard[0].step_ms * 1e3)
 
 
 def test_a_run_above_its_plans_bytes_is_seen() -> None:
