@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -264,7 +263,7 @@ def show(
 
     Under it, in words: where devices idle and why, where memory is fullest, what decides the length.
     """
-    from optpipe import draw, report
+    from optpipe import notebook, report
     from optpipe.plan import Plan
     from optpipe.words import explain
 
@@ -279,25 +278,19 @@ def show(
         if chosen and max(chosen) >= count:
             raise InputError(option, "", f"{max(chosen)} does not exist in {plan_file}, expected 0 to {count - 1}")
     console = plain_console(width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else 100))
-    ascii_only |= not console.encoding.lower().startswith("utf")
+    plain = ascii_only or not console.encoding.lower().startswith("utf")
     try:
-        chart = draw.gantt(
+        notebook.show(
             plan,
-            console.width,
             devices=devices or None,
             stages=stages or None,
             start=start,
             end=end,
-            ascii_only=ascii_only,
+            ascii_only=plain,
+            console=console,
         )
     except ValueError as error:
         raise InputError("--from/--to", "", str(error)) from None
-    for line in report.facts(plan):
-        console.print(line.replace(" ·", ",") if ascii_only else line, soft_wrap=True)
-    console.print(chart)
-    if not (devices or stages) and start is None and end is None:
-        for line in explain(plan):
-            click.echo(textwrap.fill(line, console.width, initial_indent="- ", subsequent_indent="  "))
 
 
 @command("optpipe export plan.json --to html -o plan.html")

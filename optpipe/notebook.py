@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def show(
     stages: Sequence[int] | None = None,
     start: float | None = None,
     end: float | None = None,
+    ascii_only: bool = False,
     console: Console | None = None,
 ) -> None:
     """Print a plan as ``optpipe show`` does: its chart and, of a whole plan, what there is to say.
@@ -58,16 +60,27 @@ def show(
         Only these; None: all.
     start, end
         Only this part of the time, in ms.
+    ascii_only
+        Only characters that any terminal has.
     console
         Where it goes; default the terminal or the cell, in colours where there are any.
+
+    Raises
+    ------
+    ValueError
+        The part of the time is empty.
     """
     from rich.console import Console
 
     where = console or Console(highlight=False)
-    where.print("\n".join(report.facts(plan)))
-    where.print(draw.gantt(plan, where.width, devices=devices, stages=stages, start=start, end=end))
+    chart = draw.gantt(plan, where.width, devices=devices, stages=stages, start=start, end=end, ascii_only=ascii_only)
+    for line in report.facts(plan):
+        where.print(line.replace(" ·", ",") if ascii_only else line, soft_wrap=True, markup=False)
+    where.print(chart)
     if all(part is None for part in (devices, stages, start, end)):
-        where.print("\n".join(explain(plan)))
+        for line in explain(plan):
+            text = textwrap.fill(line, where.width, initial_indent="- ", subsequent_indent="  ")
+            where.print(text, soft_wrap=True, markup=False)
 
 
 def frame(plan: Plan) -> Any:
