@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from cli import main
 from optpipe import colours, memory, metrics
-from optpipe.ops import Kind
+from optpipe.ops import Kind, Ops
 from optpipe.page import PageTable, render, svg, view
 from optpipe.plan import Plan
 from optpipe.problem import Problem
@@ -203,6 +203,17 @@ def test_the_picture_has_memory_budgets_and_labels(tiny_plan):
     assert 'class="memory"' not in svg.render(tiny_plan, memory=False)
 
 
+def test_the_picture_in_the_docs_is_that_of_the_example():
+    docs = Path(__file__).parents[1] / "docs"
+    assert (docs / "example-plan.svg").read_text() == svg.render(Plan.read(docs / "example-plan.json"))
+
+
+def test_a_plan_without_ops_has_a_page_and_a_picture(tiny_problem):
+    empty = Plan(tiny_problem, Ops.of([]))
+    assert boxes(svg.render(empty)) == {}
+    assert data_of(render(empty))["charts"][0]["critical"] == []
+
+
 def test_colours_differ_in_lightness_or_hue_and_letters_can_be_read():
     def channel(value: int) -> float:
         part = value / 255
@@ -334,6 +345,27 @@ def test_a_second_plan_and_a_narrow_dark_window(tiny_plan, tiny_problem, tmp_pat
     assert "other plan: 0 ms to 1 ms, takes 1 ms" in answer["told"]
     assert answer["paper"] == "rgb(21, 24, 28)"
     assert answer["wide"] <= answer["window"]
+
+
+@needs_chromium
+def test_odd_plans_are_drawn_without_a_fault(tiny_plan, tiny_problem, tmp_path):
+    """Nothing at all, and beside it a plan of another size whose ops break the rules."""
+    big = tiny_problem.to_json()
+    big["stages"] *= 2
+    big["stages"] = [{**stage, "device": n} for n, stage in enumerate(big["stages"])]
+    problem = tiny_problem.changed(
+        devices=[{"memory_bytes": None}] * 4, stages=big["stages"], comm_ms=[0.0] * 3, channels=[]
+    )
+    other = plan_in_order(problem, "F(0,0) F(1,0) F(2,0) F(3,0) B(3,0) B(2,0)")
+    broken = Plan(problem, other.ops.at(other.ops.start * 0.5 - 1, other.ops.end))
+    script = """
+    report.zoom(3); report.move(0.5); report.follow(2); report.state.critical = true; report.paint();
+    return {counts: report.panes.map((pane) => pane.chart.count), view: report.state.view};
+    """
+    answer = ask(render(Plan(tiny_problem, Ops.of([])), against=broken), script, tmp_path)
+    assert answer["faults"] == []
+    assert answer["counts"] == [0, len(broken.ops)]
+    assert answer["view"]["t0"] >= -1
 
 
 @needs_chromium
