@@ -316,7 +316,7 @@ class Chart {
     }
     context.fillStyle = colours.muted;
     context.textAlign = "right";
-    context.fillText("ms", GUTTER - 8, AXIS / 2 - 1);
+    context.fillText("ms", GUTTER - 32, AXIS / 2 - 1);
   }
 
   /** What the pointer is on, above the rest: the op, its microbatch, and what it waits for. */
