@@ -1,6 +1,7 @@
 """Bounds from the relaxation of some devices: never above an optimum or a schedule, above those of single ones."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +12,14 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from optpipe import metrics, semantics
+from optpipe.ops import Ops
 from optpipe.problem import Problem
 from solver.bounds import lower_bound
 from solver.list_scheduler import list_schedule
 from solver.milp import highs
 from solver.milp.formulation import Options, formulate
 from solver.milp.highs import Settings
+from solver.milp.model import Objective
 from solver.milp.prove import block_sizes, prove, prove_by_blocks
 from solver.milp.solve import solve_milp
 from tests.random_schedules import random_problem
@@ -32,7 +35,7 @@ def without_offload(name: str, activations: int) -> Problem:
     """A benchmark problem with memory for so many microbatches, of which nothing can leave."""
     problem = Problem.read(INSTANCES / f"{name}.json")
     stages = [stage.model_dump() | {"offloadable_bytes": 0} for stage in problem.stages]
-    budgets = [activations * problem.stages[0].activation_bytes] * problem.num_devices
+    budgets: list[int | None] = [activations * problem.stages[0].activation_bytes] * problem.num_devices
     return Problem.model_validate(problem.model_dump() | {"stages": stages, "channels": []}).with_budgets(budgets)
 
 
@@ -56,7 +59,11 @@ def test_no_proof_is_above_a_schedule(seed: int) -> None:
     rng = random.Random(seed)
     problem = with_random_budgets(random_problem(rng, microbatches=rng.randint(1, 5)), rng)
     found = [list_schedule(problem, random_rule(problem, rng)) for _ in range(4)]
-    for objective, value in (("makespan", semantics.makespan), ("span", lambda ops: metrics.span(problem, ops))):
+    measures: tuple[tuple[Objective, Callable[[Ops], float]], ...] = (
+        ("makespan", semantics.makespan),
+        ("span", lambda ops: metrics.span(problem, ops)),
+    )
+    for objective, value in measures:
         values = sorted(value(ops) for ops in found if ops is not None)
         lower = lower_bound(problem, objective)
         # The worst schedule is the upper bound, so that the proof cannot lean on the best one.
