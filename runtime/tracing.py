@@ -44,8 +44,9 @@ class Tracer:
             self._memory.append((time.perf_counter(), self.ledger.activation_bytes))
 
     def record(self, number: int, result: StepResult) -> None:
-        """Keep a step; its number counts from 1."""
-        records = result.ops
+        """Keep a step; its number counts from 1. Of several runs of the plan in a step the first, beside which the
+        plan can be laid."""
+        records = list({(r.kind, r.stage, r.microbatch): r for r in reversed(result.ops)}.values())[::-1]
         ops = Ops.columns(
             [r.kind for r in records],
             [r.stage for r in records],
@@ -56,11 +57,12 @@ class Tracer:
         )
         samples, self._memory = sorted(self._memory), []
         times = (np.array([at for at, _ in samples], np.float64) - result.origin) * 1e3
+        inside = times <= max((r.end for r in records), default=0.0)
         device = trace.device_json(
             ops,
             np.array([r.memory_wait_ms for r in records], np.float64),
             np.array([r.message_wait_ms for r in records], np.float64),
-            (times, np.array([size for _, size in samples], np.int64)),
+            (times[inside], np.array([size for _, size in samples], np.int64)[inside]),
             (result.peak_bytes, result.message_peak_bytes, result.host_peak_bytes),
         )
         self._steps.append((number, result.origin + self._offset, device))

@@ -70,6 +70,20 @@ def test_memory_is_that_of_the_ledger(traced):
             assert np.diff(times).min() >= 0
 
 
+def test_of_several_runs_a_step_the_first_is_kept(tmp_path: Path):
+    batch = {**SETTINGS["batch"], "accumulate": 2}
+    plan = plan_of(config_of("line", batch=batch, train={**SETTINGS["train"], "steps": 1}))
+    train(plan, trace=tmp_path / "run.json")
+    (step,) = Trace.read(tmp_path / "run.json", plan.problem).steps
+    assert sorted((op.kind, op.stage, op.microbatch) for op in step.ops) == sorted(
+        (op.kind, op.stage, op.microbatch) for op in plan.ops
+    )
+    edges = semantics.dependencies(plan.problem, step.ops)
+    assert (step.ops.start[edges.after] >= step.ops.end[edges.before] - 1e-3).all()
+    for times, _ in step.memory:
+        assert times.max() <= step.ops.end.max()
+
+
 def test_a_trace_goes_only_where_it_can_be_written(traced, tmp_path: Path):
     from click.testing import CliRunner
 
