@@ -214,6 +214,21 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         imported("0F0\0,0B0\n1F0,1B0\n", problem_on((0, 1), 1), tmp_path)
 
 
+@given(st.one_of(st.text(max_size=60), st.text('0123FIBW,;() \n\r"OVERLAP_x', max_size=60)), st.integers(0, 400))
+@settings(max_examples=200)
+def test_whatever_the_file_holds_it_is_a_schedule_or_one_line(tmp_path_factory, noise, at):
+    """Noise alone, and noise within a good file."""
+    folder, problem = tmp_path_factory.mktemp("noise"), problem_on((0, 1, 0, 1))
+    for text in (noise, TITAN[:at] + noise + TITAN[at:]):
+        try:
+            plan = imported(text, problem, folder)
+        except InputError as error:
+            assert "\n" not in str(error).removeprefix(str(folder)) or "\n" in noise
+        else:
+            assert verify_plan(plan) == []
+            assert torch_csv.text_of(plan) == text or torch_csv.KEPT not in plan.extra
+
+
 def test_a_schedule_that_does_not_fit_is_infeasible_and_says_what_it_needs(tmp_path):
     problem = problem_on((0, 1), 2, devices=[{"memory_bytes": 19}, {"memory_bytes": 19}])
     with pytest.raises(Infeasible, match="device 0 needs 20 bytes, its budget is 19"):

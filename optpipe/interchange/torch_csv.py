@@ -26,7 +26,7 @@ from optpipe.problem import Problem
 #: The plan's key that keeps the text of a compute-only file, which is written again while the plan still says the same.
 KEPT = "torch_csv"
 
-_CELL = re.compile(r"(\d+)(F|I|BW|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+_CELL = re.compile(r"(\d+)(F|I|BW|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)\s*OVERLAP_F_B")
 _KINDS = {"F": Kind.F, "I": Kind.B, "B": Kind.BW, "BW": Kind.BW, "W": Kind.W}
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
