@@ -72,13 +72,17 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """A GPT over bytes: an embedding, ``layers`` blocks and a head, so ``layers + 2`` layers to cut into stages."""
+    """A GPT over bytes: an embedding, ``layers`` blocks and a head, so ``layers + 2`` layers to cut into stages.
+
+    ``tied``: the head's matrix is the embedding's.
+    """
 
     layers: Count
     width: Count
     heads: Count
     context: Count
     dropout: Fraction = 0.0
+    tied: bool = False
 
     @property
     def num_layers(self) -> int:

@@ -1,6 +1,7 @@
 """A small GPT as a list of layers: embedding, blocks, head. It knows nothing of pipelines.
 
-Decoder-only, pre-norm, learned positions, causal attention, GELU; embedding and head have weights of their own.
+Decoder-only, pre-norm, learned positions, causal attention, GELU; embedding and head have weights of their own, or two
+copies of one weight that begin alike and are to be kept alike.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class GPTConfig:
         Number of tokens; 256 for bytes.
     dropout
         Of embeddings, attention weights and each branch of a block.
+    tied
+        The head's matrix begins as the embedding's: they are copies of one weight.
     """
 
     layers: int
@@ -42,6 +45,7 @@ class GPTConfig:
     context: int
     vocabulary: int = 256
     dropout: float = 0.0
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context", "vocabulary"):
@@ -154,7 +158,7 @@ def _layer(config: GPTConfig, index: int, seed: int) -> nn.Module:
         kind = Embedding if index == 0 else Head if index == config.num_layers - 1 else Block
         layer: nn.Module = kind(config)
     layer.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    generator = _generator(seed, index)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name.endswith("bias"):
@@ -166,7 +170,19 @@ def _layer(config: GPTConfig, index: int, seed: int) -> nn.Module:
                 branch_out = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 scale = _SPREAD / math.sqrt(2 * config.layers) if branch_out else _SPREAD
                 parameter.normal_(0.0, scale, generator=generator)
+        if config.tied and isinstance(layer, Head):
+            # What the embedding draws first.
+            layer.out.weight.normal_(0.0, _SPREAD, generator=_generator(seed, 0))
     return layer
+
+
+def _generator(seed: int, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + index)
+
+
+def tied_weights(config: GPTConfig) -> list[tuple[int, str]]:
+    """The copies of one weight, as (layer, name in it), the first one in front; nothing where they are not tied."""
+    return [(0, "token.weight"), (config.num_layers - 1, "out.weight")] if config.tied else []
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from optpipe.config import Config
-from runtime.executor import TensorSpec
-from runtime.model import GPTConfig, build_layers
+from runtime.boundary import TensorSpec
+from runtime.gradients import Copy
+from runtime.model import GPTConfig, build_layers, tied_weights
 
 
 def gpt_config(config: Config) -> GPTConfig:
@@ -44,6 +45,18 @@ def build_stages(config: Config, rank: int, device: torch.device) -> dict[int, n
                 module.add_module(str(index), layer)
             stages[stage] = module
     return stages
+
+
+def tied(config: Config) -> list[list[Copy]]:
+    """The weights that stages share, as ``gradients.TiedWeights`` takes them."""
+    ranges = layer_ranges(config)
+    copies = [
+        Copy(stage, f"{layer}.{name}")
+        for layer, name in tied_weights(gpt_config(config))
+        for stage, layers in enumerate(ranges)
+        if layer in layers
+    ]
+    return [copies] if copies else []
 
 
 def boundaries(config: Config) -> list[TensorSpec]:

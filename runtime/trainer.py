@@ -19,6 +19,7 @@ from optpipe.plan import Plan
 from runtime import checkpoint, data, evaluate, gather, memory_manager, optimizer, stages
 from runtime.data_parallel import Replicas
 from runtime.executor import Executor, StepResult
+from runtime.gradients import GradientSync, TiedWeights
 from runtime.metrics_log import Step, Summary
 from runtime.model import loss_fn
 from runtime.place import Place
@@ -40,6 +41,8 @@ class Trainer:
         self.rank, self.config, self.plan = rank, config, plan
         self.place = Place.of(rank.rank, plan.problem.num_devices, config.train.replicas, rank.device)
         self.stages = stages.build_stages(config, self.place.device, rank.device)
+        owners = [self.place.ranks[device] for device in config.pipeline.stage_devices]
+        self._tied = TiedWeights(stages.tied(config), self.stages, owners)
         bandwidth = config.offload.bandwidth_bytes_per_s
         self.executor = Executor(
             plan,
@@ -50,7 +53,7 @@ class Trainer:
             ranks=self.place.ranks,
             bandwidth=(bandwidth, bandwidth),
             seed=config.train.seed,
-            syncs=[Replicas(self.stages, self.place.across)] if self.place.across is not None else [],
+            syncs=self._syncs(),
             before_op=None if self.tracer is None else self.tracer.sample,
         )
         if self.tracer is not None:
@@ -72,7 +75,7 @@ class Trainer:
         result = self._run_plans(number)
         if self.tracer is not None:
             self.tracer.record(number + 1, result)
-        norm = optimizer.apply(self.optimizer, self.config.optimizer, number, self.place.pipeline)
+        norm = optimizer.apply(self.optimizer, self.config.optimizer, number, self.place.pipeline, self._tied.counts)
         if self.rank.device.type == "cuda":
             torch.cuda.synchronize(self.rank.device)
         step_ms = (time.perf_counter() - began) * 1e3
@@ -82,6 +85,11 @@ class Trainer:
             record = replace(record, validation_loss=self._validation_loss())
         self.records.append(record)
         return record
+
+    def _syncs(self) -> list[GradientSync]:
+        """Means over replicas first, then the sum over copies of a weight."""
+        across = self.place.across
+        return [self._tied] if across is None else [Replicas(self.stages, across), self._tied]
 
     def _run_plans(self, number: int) -> StepResult:
         """The runs of the plan that make one step, each on its part of the batch."""

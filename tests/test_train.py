@@ -67,6 +67,9 @@ def held_out_loss(model: nn.Module, text: torch.Tensor, config: Config) -> float
 def one_process(config: Config) -> tuple[list[float], list[float], dict[str, torch.Tensor], list[float]]:
     """The same training without a pipeline: losses, norms before clipping, parameters, and losses on held-out text."""
     model = nn.Sequential(*build_layers(stages.gpt_config(config), config.train.seed))
+    if config.gpt.tied:
+        assert torch.equal(model[-1].out.weight, model[0].token.weight)
+        model[-1].out.weight = model[0].token.weight
     adamw = optimizer.adamw([model], config.optimizer)
     corpus = data.Corpus.load(config.data, config.gpt.context)
     losses, norms, held_out = [], [], []
@@ -121,12 +124,13 @@ def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bo
 
 
 def test_several_runs_and_replicas_make_the_step_of_one_process(tmp_path: Path) -> None:
-    """Two pipelines of two ranks, each of which runs its plan twice a step: a batch four times as large."""
+    """Two pipelines of two ranks, each of which runs its plan twice a step: a batch four times as large. And the first
+    stage's embedding is the last stage's head."""
     files = {"checkpoint": str(tmp_path / "weights"), "metrics": str(tmp_path / "metrics.jsonl")}
     changes = {
         "train": {**SETTINGS["train"], **files, "replicas": 2, "validate_every": 2},
         "batch": {"microbatches": 2, "microbatch_size": 2, "accumulate": 2},
-        "model": {**SETTINGS["model"], "dropout": 0.0},
+        "model": {**SETTINGS["model"], "tied": True},
     }
     config = config_of("line", **changes)
     heard: list[Step] = []
@@ -138,6 +142,7 @@ def test_several_runs_and_replicas_make_the_step_of_one_process(tmp_path: Path) 
     state, _ = checkpoint.load(tmp_path / "weights")
     for name, value in parameters.items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    assert torch.equal(state["0.token.weight"], state["3.out.weight"])
     assert len(summary.measured_peak_bytes) == len(heard[0].peak_bytes) == 2 and summary.within_plan
     assert heard[0].tokens_per_s == pytest.approx(2 * 2 * 2 * 2 * 16 / heard[0].step_ms * 1e3)
 
