@@ -46,8 +46,8 @@ _OURS = (
     ("v_auto_schedule pattern search (V-Min)", ("v-min",), "v"),
     ("V-Half", ("v-half",), "v"),
     ("V-Min", ("v-min",), "v"),
-    ("DualPipeV (F&B pair", ("zb-v",), "v"),
-    ("DualPipeV [seq]", ("zb-v",), "v"),
+    ("DualPipeV (F&B pair", ("dualpipe-v",), "v"),
+    ("DualPipeV [seq]", ("dualpipe-v",), "v"),
     ("PipeOffload", ("pipe-offload",), "looped"),
 )
 #: Bytes of one microbatch's activations of a device; a multiple of the chunks.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from optpipe.ops import Ops
 from optpipe.problem import Problem
+from solver.schedules.dual_pipe_v import dual_pipe_v
 from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.gpipe import gpipe, gpipe_recompute
 from solver.schedules.interleaved import interleaved
@@ -39,6 +40,7 @@ SCHEDULES: dict[str, Generator] = {
     "zb-v": zero_bubble_v,
     "v-half": v_half,
     "v-min": v_min,
+    "dualpipe-v": dual_pipe_v,
     "sequential": sequential,
 }
 

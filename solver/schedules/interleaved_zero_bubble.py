@@ -11,6 +11,7 @@ half as many they hold a quarter less (the building block of PipeOffload, arXiv:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from optpipe import metrics, semantics
 from optpipe.ops import Kind, Ops
@@ -54,12 +55,13 @@ def variants(problem: Problem, budgets: list[int], work: int) -> Iterator[Ops]:
     some = False
     for group in group_sizes(D):
         for extra in range(_EXTRA + 1):
-            for lazy in (True, False):
+            bare = orders_of(problem, chunks, group, extra)
+            for overtake, lazy in product((None, 0.0, 0.5), (True, False)):
                 if some and work <= 0:
                     return
                 work -= cost
                 try:
-                    orders = with_weights(problem, orders_of(problem, chunks, group, extra), budgets, lazy=lazy)
+                    orders = with_weights(problem, bare, budgets, lazy=lazy, overtake=overtake)
                 except DoesNotFit:
                     break
                 some = True

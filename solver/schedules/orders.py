@@ -18,9 +18,7 @@ class Step(NamedTuple):
     microbatch: int
 
 
-def in_order(
-    problem: Problem, orders: Sequence[Sequence[Step]], release: Mapping[Step, float] | None = None
-) -> Ops:
+def in_order(problem: Problem, orders: Sequence[Sequence[Step]], release: Mapping[Step, float] | None = None) -> Ops:
     """The schedule in which every device runs its compute ops in the given order, each as early as possible.
 
     Parameters

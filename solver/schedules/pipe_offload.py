@@ -4,14 +4,16 @@ The compute order is that of an interleaved building block (:mod:`solver.schedul
 they are. The activations of the first chunk live longest, those of the last one hardest: of the first ``n`` chunks
 every microbatch leaves for the host as soon after its forward as the link allows, and comes back as late before its
 backward; one that would have to turn back before it has left stays. A W follows its B at once, or lets one op pass:
-what waits for its W cannot leave. Forwards may as late as what comes after them allows, or at the pace of the
-steady phase from the start: that takes less memory and gives the link more time. The shortest schedule that fits wins,
-of equal ones that which moves least.
+what waits for its W cannot leave. Forwards may run as late as what comes after them allows, or everything at the pace
+of the steady phase from the start: that takes less memory and gives the link more time. The shortest schedule that fits
+wins, of equal ones that which moves least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from optpipe import memory, metrics, semantics
 from optpipe.ops import Kind, Op, Ops
@@ -52,7 +54,10 @@ def pipe_offload(problem: Problem, *, objective: str = "makespan") -> Ops:
         for offloaded in range(chunks + 1):
             for late in (False, True):
                 base = forwards_late(problem, bases[number]) if late else bases[number]
-                ops = with_transfers(problem, base, range(offloaded * problem.num_devices))
+                moved = range(offloaded * problem.num_devices)
+                if not _fits(problem, _with_transfers_of_no_other(problem, base, moved)):
+                    continue
+                ops = with_transfers(problem, base, moved)
                 if _fits(problem, ops):
                     return ops
                 work -= len(ops)
@@ -71,8 +76,12 @@ def _bases(problem: Problem, chunks: int) -> Iterator[Ops]:
     unlimited = [NO_LIMIT] * problem.num_devices
     unit = max(stage.forward_ms + stage.backward_ms + stage.weight_ms for stage in problem.stages) / PERIOD
     fused = any(stage.bw_ms < stage.backward_ms + stage.weight_ms for stage in problem.stages)
-    for group in group_sizes(problem.num_devices):
-        for lag in lags(problem.num_devices, group):
+    D, work = problem.num_devices, _WORK
+    for group in (*range(D, (D + 1) // 2, -1), *group_sizes(D)[1:]):
+        for lag in lags(D, group):
+            work -= 12 * problem.num_stages * problem.num_microbatches
+            if work < 0 and group < D:
+                return
             timed = timed_block(problem, chunks, group, lag)
             orders = [[step for _, step in row] for row in timed]
             split = _backwards_as(orders, (Kind.B, Kind.W))
@@ -83,7 +92,7 @@ def _bases(problem: Problem, chunks: int) -> Iterator[Ops]:
             yield in_order(problem, with_weights(problem, orders, unlimited, lazy=False, most_pending=1))
             if fused:
                 yield in_order(problem, _backwards_as(orders, (Kind.BW,)))
-            pace = {step: unit * time for row in timed for time, step in row if step.kind == Kind.F}
+            pace = {step: unit * time for row in timed for time, step in row}
             yield in_order(problem, split, pace)
 
 
@@ -112,6 +121,28 @@ def forwards_late(problem: Problem, base: Ops) -> Ops:
         next_start[device] = op.start
         late.append(op)
     return Ops.of(late)
+
+
+def _with_transfers_of_no_other(problem: Problem, base: Ops, stages: range) -> Ops:
+    """As ``with_transfers`` if links were never busy: no schedule with transfers holds less, and this is quick."""
+    movable = np.array([s in stages and problem.can_offload(s) for s in range(problem.num_stages)])
+    offload = np.array([stage.offload_ms for stage in problem.stages])
+    reload = np.array([stage.reload_ms for stage in problem.stages])
+    shape = (problem.num_stages, problem.num_microbatches)
+    out, back = np.zeros(shape), np.zeros(shape)
+    forward = base.kind == Kind.F
+    out[base.stage[forward], base.microbatch[forward]] = base.end[forward]
+    backward = (base.kind == Kind.B) | (base.kind == Kind.BW)
+    back[base.stage[backward], base.microbatch[backward]] = base.start[backward]
+    there = movable[:, None] & (out + (offload + reload)[:, None] <= back)
+    s, j = np.nonzero(there)
+    return Ops.columns(
+        np.concatenate([base.kind, np.full(len(s), Kind.O), np.full(len(s), Kind.R)]),
+        np.concatenate([base.stage, s, s]),
+        np.concatenate([base.microbatch, j, j]),
+        np.concatenate([base.start, out[there], back[there] - reload[s]]),
+        np.concatenate([base.end, out[there] + offload[s], back[there]]),
+    )
 
 
 def with_transfers(problem: Problem, base: Ops, stages: range) -> Ops:

@@ -2,19 +2,20 @@
 activations that 1F1B holds.
 
 A building block is the times, in units of one op, at which a microbatch passes the devices; the next microbatch follows
-six units later, the time of its F, B and W on both chunks of a device. Hops from device to device of both chunks' F
-and B are (2, 1, 2, 1) for V-Half, all 1 for V-Min: the sum of a device's lifespans, and with it its memory, is the same
-on all devices and in proportion to the sum of the hops. The turns at both ends of the V are the smallest that let no
-two ops of a device fall on the same of the six units. W's take the units that are left.
+six units later, the time of its F, B and W on both chunks of a device. Going down the V a hop from device to device
+takes 2 units for V-Half and 1 for V-Min, going up always 1: the sum of a device's lifespans, and with it its memory, is
+the same on all devices and in proportion to the sum of the hops. The turns at both ends of the V are the smallest that
+let no two ops of a device fall on the same of the six units.
 
-Only the order of the block matters: each op then runs as early as it can, whatever the times are. W's are then put into
-the gaps that other times than equal ones leave, within the memory that the block needs.
+Only the order of the block matters. V-Half may hold D + 2 chunks on a device, V-Min 2 (D + 4) / 3, or what the budget
+says where that is less; within it each op runs as early as it can, ops that have arrived overtake others that have not,
+and W's fill gaps. Blocks with other hops are tried too: where times are unequal they can be better at the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import accumulate, chain, islice, product
 
 from optpipe import memory, metrics, semantics
 from optpipe.ops import Kind, Ops
@@ -23,13 +24,26 @@ from solver.schedules.errors import DoesNotFit
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import v_positions
 from solver.schedules.weights import with_weights
+from solver.tables import NO_LIMIT
 
 _PERIOD = 6
 #: Largest sum of the turns of a block; longer ones only add to the lifespans.
 _MOST_TURN = 10
-#: Ops placed at most, over all blocks tried; one block is tried in any case.
+#: Blocks tried at most of the schedule's own hops, and of each of the others.
+_OWN_BLOCKS, _OTHER_BLOCKS = 18, 6
+#: Ops placed at most, over all variants; one is built in any case.
 _WORK = 300_000
-Hops = tuple[int, int, int, int]
+#: How W's wait and how ops overtake (see ``with_weights``): variants in the order in which they are tried.
+_VARIANTS = (
+    (None, True),
+    (0.5, True),
+    (0.0, True),
+    (0.5, False),
+    (0.0, False),
+    (1.0, True),
+    (0.25, True),
+    (1.0, False),
+)
 Times = tuple[int, int, int, int]
 
 
@@ -41,7 +55,8 @@ def v_half(problem: Problem, *, objective: str = "makespan") -> Ops:
     DoesNotApply
         No V placement.
     """
-    return _best(problem, [(2, 1, 2, 1), (1, 2, 2, 1)], objective)
+    D = v_positions(problem)
+    return _best(problem, [[2] * (D - 1), [3] + [1] * (D - 2), [3, 3] + [1] * (D - 3), [3] * (D - 1)], D + 2, objective)
 
 
 def v_min(problem: Problem, *, objective: str = "makespan") -> Ops:
@@ -52,41 +67,60 @@ def v_min(problem: Problem, *, objective: str = "makespan") -> Ops:
     DoesNotApply
         No V placement.
     """
-    return _best(problem, [(1, 1, 1, 1)], objective)
-
-
-def _best(problem: Problem, hops: list[Hops], objective: str) -> Ops:
-    """The best of the blocks that need the least memory, with W's where the block has them or where they cost least."""
     D = v_positions(problem)
-    most = max(1, _WORK // (18 * problem.num_stages * problem.num_microbatches))
-    patterns = islice((block for row in hops for block in blocks(D, row)), most)
-    found = [_unrolled(problem, block) for block in patterns]
-    timed = [in_order(problem, orders) for orders in found]
-    peaks = [max(memory.peaks(problem, ops)) for ops in timed]
-    budgets = [min(peaks)] * D
-    candidates = [ops for ops, peak in zip(timed, peaks, strict=True) if peak == min(peaks)]
-    for orders in found:
+    hops = [[1] * (D - 1), [3] + [1] * (D - 2), [3, 3] + [1] * (D - 3), [2] * (D - 1)]
+    return _best(problem, hops, 2 * (D + 4) // 3, objective)
+
+
+def _best(problem: Problem, hops: list[list[int]], chunks: int, objective: str) -> Ops:
+    """The best schedule of the blocks with so many chunks' activations a device; if none fits, that of least memory."""
+    D, work = v_positions(problem), _WORK
+    limits = _limits(problem, chunks)
+    found = [
+        _unrolled(problem, block)
+        for number, row in enumerate(hops)
+        for block in islice(blocks(D, row[: D - 1]), _OTHER_BLOCKS if number else _OWN_BLOCKS)
+    ]
+    candidates: list[Ops] = []
+    for (overtake, lazy), orders in product(_VARIANTS, found):
+        if candidates and work <= 0:
+            break
+        work -= 3 * problem.num_stages * problem.num_microbatches
         bare = [[step for step in order if step.kind != Kind.W] for order in orders]
-        for lazy in (True, False):
-            try:
-                candidates.append(in_order(problem, with_weights(problem, bare, budgets, lazy=lazy)))
-            except DoesNotFit:
-                continue
+        try:
+            candidates.append(in_order(problem, with_weights(problem, bare, limits, lazy=lazy, overtake=overtake)))
+        except DoesNotFit:
+            continue
     value = metrics.span if objective == "span" else lambda _, ops: semantics.makespan(ops)
-    return min(candidates, key=lambda ops: value(problem, ops))
+    if candidates:
+        return min(candidates, key=lambda ops: value(problem, ops))
+    return min(
+        (in_order(problem, orders) for orders in found),
+        key=lambda ops: (max(memory.peaks(problem, ops)), value(problem, ops)),
+    )
 
 
-def blocks(D: int, hops: Hops) -> Iterator[list[Times]]:
+def _limits(problem: Problem, chunks: int) -> list[int]:
+    """Per device the bytes of so many chunks' activations, where both chunks take turns, and not above its budget."""
+    limits = []
+    for device, held in zip(problem.devices, problem.stages_of, strict=True):
+        sizes = sorted((problem.stages[s].activation_bytes for s in held), reverse=True)
+        rule = sum(size * ((chunks + 1 - k) // 2) for k, size in enumerate(sizes))
+        limits.append(min(rule, NO_LIMIT if device.memory_bytes is None else device.memory_bytes))
+    return limits
+
+
+def blocks(D: int, down: list[int]) -> Iterator[list[Times]]:
     """Building blocks, shortest turns first: per device of the V the times of F, of F and B of the later chunk, of B.
 
-    No two of a device fall on the same unit of the period.
+    No two of a device fall on the same unit of the period. ``down``: D - 1 units from device to device down the V.
     """
     turns = sorted(product(range(1, _PERIOD + 1), repeat=3), key=lambda t: (sum(t), t))
     seen = set()
     for turn in turns:
         if sum(turn) > _MOST_TURN:
             return
-        times = [_device_times(D, i, hops, turn) for i in range(D)]
+        times = _block_times(D, down, turn)
         order = tuple(tuple(sorted(range(4), key=row.__getitem__)) for row in times)
         units = tuple(tuple(t % _PERIOD for t in row) for row in times)
         if all(len(set(row)) == 4 for row in units) and (units, order) not in seen:
@@ -94,13 +128,16 @@ def blocks(D: int, hops: Hops) -> Iterator[list[Times]]:
             yield times
 
 
-def _device_times(D: int, i: int, hops: Hops, turns: tuple[int, ...]) -> Times:
-    down, up = i, D - 1 - i
-    f0 = down * hops[0]
-    f1 = (D - 1) * hops[0] + turns[0] + up * hops[1]
-    b1 = (D - 1) * (hops[0] + hops[1]) + turns[0] + turns[1] + down * hops[2]
-    b0 = (D - 1) * (hops[0] + hops[1] + hops[2]) + sum(turns) + up * hops[3]
-    return f0, f1, b1, b0
+def _block_times(D: int, down: list[int], turns: tuple[int, ...]) -> list[Times]:
+    at = list(accumulate(chain([0], down)))
+    up = range(D - 1, -1, -1)
+    rows = []
+    for i in range(D):
+        f1 = at[-1] + turns[0] + up[i]
+        b1 = at[-1] + turns[0] + (D - 1) + turns[1] + at[i]
+        b0 = 2 * at[-1] + turns[0] + (D - 1) + turns[1] + turns[2] + up[i]
+        rows.append((at[i], f1, b1, b0))
+    return rows
 
 
 def _unrolled(problem: Problem, block: list[Times]) -> list[list[Step]]:

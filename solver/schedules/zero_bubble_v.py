@@ -13,15 +13,17 @@ fill gaps, and run early only where waiting would make a device the idlest of al
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from optpipe import metrics, semantics
+from optpipe import memory, metrics, semantics
 from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotFit
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import v_positions
+from solver.schedules.weights import with_weights
 from solver.tables import NO_LIMIT, Tables, tables
 
 
@@ -54,7 +56,57 @@ def zero_bubble_v(problem: Problem, *, objective: str = "makespan") -> Ops:
             allowed = build.idle
     if not found:
         raise DoesNotFit("needs more memory for the fill of a V")
+    best = min(found, key=lambda entry: entry[:2])[2]
+    for ops in (best, in_order(problem, hand_made(problem))):
+        for other in _with_other_weights(problem, ops):
+            if left <= 0:
+                break
+            left -= 3 * problem.num_stages * problem.num_microbatches
+            value = metrics.span(problem, other) if objective == "span" else semantics.makespan(other)
+            found.append((value, len(found) + 4, other))
     return min(found, key=lambda entry: entry[:2])[2]
+
+
+def hand_made(problem: Problem) -> list[list[Step]]:
+    """Per device the order of its F's, B's and W's that has no bubble where all ops take as long.
+
+    Position i runs 2 (D - i) - 1 F's of the earlier chunk, i pairs of F's of both, D - i of F and B of the later chunk,
+    then F and B of the earlier and F and B of the later chunk in turn, each W right after its B, and at last i pairs of
+    B's and D - i of B and W of the earlier chunk, and the W's that are left. With fewer than 2 D - 1 microbatches it is
+    that of so many, with those left out that are not there.
+    """
+    D, m = v_positions(problem), max(2 * problem.num_devices - 1, problem.num_microbatches)
+    orders: list[list[Step]] = [[] for _ in range(D)]
+    for i in range(D):
+        f0, f1 = (Kind.F, i), (Kind.F, 2 * D - 1 - i)
+        b0, b1 = (Kind.B, i), (Kind.B, 2 * D - 1 - i)
+        w0, w1 = (Kind.W, i), (Kind.W, 2 * D - 1 - i)
+        kinds = [f0] * (2 * (D - i) - 1) + [f1, f0] * i + [f1, b1, w1] * (D - i)
+        # Of the earlier chunk 2 D - 1 - i F's have run by now.
+        kinds += [f0, b0, w0, f1, b1, w1] * (m - (2 * D - 1 - i)) + [b0, w0, f1, b1, w1] * (D - 1 - i)
+        kinds += [b0, b1] * i + [b0, w0] * (D - i) + [w1] * m + [w0] * m
+        count = dict.fromkeys((f0, f1, b0, b1, w0, w1), 0)
+        for kind in kinds:
+            if count[kind] < problem.num_microbatches:
+                orders[problem.stages[i].device].append(Step(*kind, count[kind]))
+            count[kind] += 1
+    return orders
+
+
+def _with_other_weights(problem: Problem, ops: Ops) -> Iterator[Ops]:
+    """Those that fit of the schedule and of others with its W's elsewhere, also where ops overtake each other."""
+    budgets = [NO_LIMIT if device.memory_bytes is None else device.memory_bytes for device in problem.devices]
+    if all(peak <= budget for peak, budget in zip(memory.peaks(problem, ops), budgets, strict=True)):
+        yield ops
+    orders: list[list[Step]] = [[] for _ in range(problem.num_devices)]
+    for op in ops.take(semantics.rank(ops)):
+        if op.kind != Kind.W:
+            orders[problem.stages[op.stage].device].append(Step(*op[:3]))
+    for overtake, lazy in product((None, 0.0, 0.5, 1.0), (True, False)):
+        try:
+            yield in_order(problem, with_weights(problem, orders, budgets, lazy=lazy, overtake=overtake))
+        except DoesNotFit:
+            continue
 
 
 #: Ops placed at most, over all variants; one is built in any case.
