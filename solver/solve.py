@@ -24,6 +24,7 @@ from solver.schedules import SCHEDULES, DoesNotApply, DoesNotFit, generate
 from solver.search import Portfolio
 from solver.search.exact import is_small, solve_exactly
 from solver.search.lanes import Lanes, join
+from solver.search.shares import with_least_moved
 
 #: Methods that are no known schedule.
 SEARCHES = ("auto", "search", "milp")
@@ -39,6 +40,8 @@ _MILP_PART, _MILP_POLISH = 0.6, 10.0
 _MOST_LANES, _LANES_FROM = 8, 2.0
 #: Of the time limit: how long the search waits for the MILP beside it.
 _PATIENCE = 0.15
+#: Ops of the largest schedule that is tidied up in the end, and seconds that this may take.
+_TIDIED, _TIDY_SECONDS = 10_000, 1.0
 #: The first round of search, which is made whatever gap would do, takes at most this part of the time.
 _FIRST_PART = 0.3
 
@@ -91,6 +94,7 @@ def solve(
         incumbent.facts["interrupted"] = True
         if incumbent.ops is None:
             raise
+    _tidy(incumbent)
     plan = _plan(incumbent)
     if cache is not None:
         cache.store(plan, options.objective)
@@ -214,6 +218,15 @@ def _starts(incumbent: Incumbent) -> None:
             continue
         if not verify(problem, ops):
             fit.add(name)
+
+
+def _tidy(incumbent: Incumbent) -> None:
+    """Leave out of the best schedule what need not be moved, where that takes no noticeable time."""
+    ops, options = incumbent.ops, incumbent.options
+    if ops is None or options.method not in SEARCHES or options.objective != "makespan" or ops.is_compute.all():
+        return
+    if len(ops) <= _TIDIED and incumbent.left > _TIDY_SECONDS:
+        incumbent.offer(with_least_moved(incumbent.problem, ops, seconds=_TIDY_SECONDS), incumbent.source)
 
 
 def _plan(incumbent: Incumbent) -> Plan:

@@ -15,8 +15,10 @@ from optpipe.timing import earliest
 from optpipe.verify import verify
 from solver.feasibility import smallest_budgets
 from solver.list_scheduler import list_schedule
+from solver.options import SolveOptions
 from solver.policy import draw
-from solver.search.shares import with_best_shares
+from solver.search.shares import with_best_shares, with_least_moved
+from solver.solve import solve
 from solver.tables import paths, tables
 from tests.random_schedules import random_problem
 
@@ -81,3 +83,27 @@ def test_transfers_that_need_not_be_are_left_out() -> None:
     found = with_best_shares(problem, ops, seconds=60.0)
     assert found.is_compute.all() and semantics.makespan(found) == pytest.approx(4.0)
     assert np.array_equal(np.sort(found.kind), np.sort(ops.kind[ops.is_compute]))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_what_moves_least_is_as_long(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = _tight(rng)
+    tab = tables(problem)
+    ops = list_schedule(problem, draw(tab, rng).rule(tab, paths(tab)))
+    if ops is None or verify(problem, ops) or ops.is_compute.all():
+        return
+    found = with_least_moved(problem, ops, seconds=60.0)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) <= semantics.makespan(ops) * (1 + 1e-6)
+    moved, before = (int(semantics.moved_bytes(problem, each).sum()) for each in (found, ops))
+    assert moved < before or found is ops
+
+
+def test_a_plan_moves_no_more_than_it_has_to() -> None:
+    """Budget for a microbatch and a half: half of one has to leave, whatever else there is time for."""
+    plan = solve(_problem(0.5, 1500), SolveOptions(gap=0.0, time_limit=60.0, threads=1))
+    assert plan.makespan_ms == pytest.approx(plan.lower_bound_ms)
+    out = plan.ops.kind == Kind.O
+    assert semantics.moved_bytes(plan.problem, plan.ops)[out].sum() <= 500

@@ -23,7 +23,8 @@ from solver.milp.sparse import INF, Matrix
 _TIDY = 1e-4
 #: Linear programs at most: with other times, other ops may precede what takes memory.
 _TURNS = 4
-_SMALL = 1e-6
+#: Relative: a difference that counts, and one that does not.
+_SMALL, _SAME = 1e-6, 1e-9
 
 
 def with_best_shares(problem: Problem, ops: Ops, *, seconds: float) -> Ops:
@@ -48,10 +49,29 @@ def with_best_shares(problem: Problem, ops: Ops, *, seconds: float) -> Ops:
     return best
 
 
+def with_least_moved(problem: Problem, ops: Ops, *, seconds: float) -> Ops:
+    """The schedule as long as it is, moving as little as its orders allow; ``ops`` where nothing less was found.
+
+    Parameters
+    ----------
+    problem, ops
+        A valid schedule with transfers.
+    seconds
+        Time limit.
+    """
+    length = semantics.makespan(ops)
+    shares = _Program(problem, earliest(problem, ops), longest=length * (1 + _SAME)).shares(seconds)
+    if shares is None:
+        return ops
+    found = _moving(problem, ops, shares)
+    moved, before = (int(semantics.moved_bytes(problem, each).sum()) for each in (found, ops))
+    return found if moved < before and semantics.makespan(found) <= length * (1 + _SAME) else ops
+
+
 def _moving(problem: Problem, ops: Ops, shares: Floats) -> Ops:
     """The same orders with these shares (n,) of the offloadable bytes moved; what moves nothing is left out."""
     whole = np.array([stage.offloadable_bytes for stage in problem.stages], np.int64)[ops.stage]
-    amount = np.minimum(whole, np.ceil(shares * whole - _SMALL)).astype(np.int64)
+    amount = np.minimum(whole, np.ceil(shares * whole - 1e-6)).astype(np.int64)
     stay = ops.is_compute | (amount > 0)
     part = np.where(ops.is_compute | (amount == whole), -1, amount)
     kept = Ops(ops.kind[stay], ops.stage[stay], ops.microbatch[stay], ops.start[stay], ops.end[stay], part[stay], {})
@@ -59,10 +79,14 @@ def _moving(problem: Problem, ops: Ops, shares: Floats) -> Ops:
 
 
 class _Program:
-    """Starts, a share of each pair of transfers, and the makespan, as columns in this order."""
+    """Starts, a share of each pair of transfers, and the makespan, as columns in this order.
 
-    def __init__(self, problem: Problem, ops: Ops) -> None:
-        self.problem, self.ops = problem, ops
+    The makespan is to be short or, where ``longest`` (ms) is given, no longer than that while as little as possible is
+    moved.
+    """
+
+    def __init__(self, problem: Problem, ops: Ops, longest: float | None = None) -> None:
+        self.problem, self.ops, self.longest = problem, ops, longest
         n, out = len(ops), np.flatnonzero(ops.kind == Kind.O)
         self.pair = np.full(n, -1, np.int64)
         pair_of = np.full((problem.num_stages, problem.num_microbatches), -1, np.int64)
@@ -81,9 +105,14 @@ class _Program:
         self._add_end()
         self._add_memory()
         cost = np.zeros(n + pairs + 1)
-        cost[n : n + pairs] = _TIDY * semantics.makespan(self.ops) / max(1, pairs)
-        cost[-1] = 1.0
         upper = np.concatenate([np.full(n, INF), np.ones(pairs), [INF]])
+        if self.longest is None:
+            cost[n : n + pairs] = _TIDY * semantics.makespan(self.ops) / max(1, pairs)
+            cost[-1] = 1.0
+        else:
+            whole = np.array([stage.offloadable_bytes for stage in self.problem.stages], np.float64)
+            cost[n : n + pairs] = whole[self.ops.stage[self.ops.kind == Kind.O]] / max(1.0, whole.max())
+            upper[-1] = self.longest
         matrix = _matrix(cost, upper, self.rows)
         result = highs.solve(matrix, highs.Settings(time_limit=seconds))
         if result.status != "optimal" or result.solution is None:
