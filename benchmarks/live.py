@@ -39,6 +39,7 @@ PEAKS_HEADER = (
     "peak / plan, most",
     "messages / bound, most",
     "moved / planned, least",
+    "host / planned, most",
 )
 MODEL = GPTConfig(layers=2, width=64, heads=4, context=8, vocabulary=32)
 
@@ -98,7 +99,7 @@ def _checkpointed() -> nn.Module:
 def peaks(plans: int) -> list[list[Cell]]:
     """Peaks of random valid plans that fill their budgets to the last byte, all lanes delayed at random."""
     found = launch.launch(random_plans, {"plans": plans}, RANKS, "cpu")
-    shares, messages, moved = ([row[n] for row in found] for n in range(3))
+    shares, messages, moved, host = ([row[n] for row in found] for n in range(4))
     return [
         [
             f"{plans} on {RANKS} ranks, {len(found)} peaks",
@@ -106,17 +107,19 @@ def peaks(plans: int) -> list[list[Cell]]:
             percent(max(shares), 1),
             percent(max(messages), 1),
             percent(min(moved), 1),
+            percent(max(share for share in host if share is not None), 1),
         ]
     ]
 
 
 def random_plans(rank: Rank, plans: int) -> list[Any]:
-    """(peak / plan, messages / bound, bytes moved / planned) of each plan and rank."""
+    """(peak / plan, messages / bound, bytes moved / planned, host bytes / planned) of each plan and rank; the last only
+    where whole offloads are planned: a part of one is made up of whole storages, which may be a little more."""
     torch.set_num_threads(1)
     kinds = [(RANKS, 1, "linear", 6), (RANKS, 2, "v", 4), (RANKS, 2, "interleaved", 4)]
     rows = []
     for seed in range(plans):
-        plan = random_plan(model_problem(*kinds[seed % len(kinds)]), seed)
+        plan = random_plan(model_problem(*kinds[seed % len(kinds)]), seed, **({"parts": 0.0} if seed % 2 else {}))
         problem = plan.problem
         stages = {s: stage_module(s, problem.num_stages) for s in problem.stages_of[rank.rank]}
         rng = random.Random(RANKS * seed + rank.rank)
@@ -128,12 +131,14 @@ def random_plans(rank: Rank, plans: int) -> list[Any]:
         with Executor(plan, stages, boundaries(problem.num_stages), loss_fn, before_op=delay) as executor:
             result = executor.step(*batch(problem.num_microbatches))
         planned_bytes = metrics.measure(problem, plan.ops).offloaded_bytes[rank.rank]
+        whole = int(plan.ops.bytes.max()) < 0
         moved = sum(op.bytes for op in result.ops if op.kind == Kind.O)
         rows.append(
             (
                 result.peak_bytes / memory.peaks(problem, plan.ops)[rank.rank],
                 result.message_peak_bytes / max(executor.message_bytes, 1),
                 moved / planned_bytes if planned_bytes else 1.0,
+                result.host_peak_bytes / executor.planned_host_bytes if planned_bytes and whole else None,
             )
         )
     return [row for part in gather.objects(rows) for row in part]

@@ -13,6 +13,7 @@ The places are settled by first fit over these intervals; where all offloads are
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -69,8 +70,7 @@ def intervals(plan: Plan, device: int) -> list[Interval]:
         reached.append(after)
     found = []
     for n, (pair, index) in enumerate(zip(pairs, order.offloads, strict=True)):
-        later = (k for k in range(n + 1, len(pairs)) if reached[k] > backward[pair])
-        found.append(Interval(pair, int(moved[index]), next(later, len(pairs))))
+        found.append(Interval(pair, int(moved[index]), max(n + 1, bisect_right(reached, backward[pair]))))
     return found
 
 
@@ -103,9 +103,10 @@ def lay_out(offloads: Sequence[Interval], sizes: Mapping[Pair, int] | None = Non
     known = sizes or {}
     places: dict[Pair, Place] = {}
     alive: list[tuple[int, Place]] = []  # until, place; by offset
-    end = most = 0
+    end = most = in_use = 0
     for n, interval in enumerate(offloads):
         nbytes = aligned(known.get(interval.pair, interval.nbytes))
+        in_use += nbytes - sum(place.nbytes for until, place in alive if until <= n)
         alive = [entry for entry in alive if entry[0] > n]
         offset = 0
         for _, place in alive:
@@ -116,5 +117,5 @@ def lay_out(offloads: Sequence[Interval], sizes: Mapping[Pair, int] | None = Non
         alive.append((interval.until, place))
         alive.sort(key=lambda entry: entry[1].offset)
         end = max(end, offset + nbytes)
-        most = max(most, sum(entry[1].nbytes for entry in alive))
+        most = max(most, in_use)
     return Layout(places, end, most)

@@ -83,8 +83,11 @@ def random_problem(
     )
 
 
-def random_schedule(problem: Problem, rng: random.Random, *, offload: float = 0.5, fused: float = 0.3) -> Ops:
-    """A valid schedule: ops in a random order that their data allow, each as early as its lanes are free."""
+def random_schedule(
+    problem: Problem, rng: random.Random, *, offload: float = 0.5, fused: float = 0.3, parts: float = 0.3
+) -> Ops:
+    """A valid schedule: ops in a random order that their data allow, each as early as its lanes are free. The numbers:
+    how many stages and microbatches are offloaded, fused, and offloaded in part."""
     cells = [(s, j) for s in range(problem.num_stages) for j in range(problem.num_microbatches)]
     ops: dict[tuple[Kind, int, int], list[tuple[Kind, int, int]]] = {}
     backward = {cell: Kind.BW if rng.random() < fused else Kind.B for cell in cells}
@@ -96,7 +99,7 @@ def random_schedule(problem: Problem, rng: random.Random, *, offload: float = 0.
             needs.append((backward[s + 1, j], s + 1, j))
         if problem.can_offload(s) and rng.random() < offload:
             most = problem.stages[s].offloadable_bytes
-            part[s, j] = rng.randint(1, most) if rng.random() < 0.3 else None
+            part[s, j] = rng.randint(1, most) if rng.random() < parts else None
             ops[Kind.O, s, j] = [(Kind.F, s, j)]
             ops[Kind.R, s, j] = [(Kind.O, s, j)]
             needs.append((Kind.R, s, j))

@@ -166,6 +166,51 @@ def test_the_manager_keeps_to_what_the_allocator_has():
     assert held.loss == pytest.approx(free.loss, rel=1e-3)
 
 
+class KeepsOnTheHost(torch.autograd.Function):
+    """Saves a tensor that is not on the GPU, integers, and one that is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        order = torch.arange(x.shape[-1] - 1, -1, -1)
+        ctx.save_for_backward(order, x.argmax(-1), x)
+        return x[..., order.cuda()].tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        order, index, x = ctx.saved_tensors
+        assert order.device.type == "cpu" and index.dtype == torch.int64
+        back = g * (1 - x[..., order.cuda()].tanh() ** 2)
+        return back[..., order.cuda()]
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return KeepsOnTheHost.apply(x)
+
+
+@needs_gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_a_function_may_save_what_is_not_on_the_gpu(seed):
+    count, m = 3, 4
+    plan = random_plan(model_problem(1, count, microbatches=m), seed, offload=1.0)
+
+    def build():
+        stages = stages_on_gpu(count)
+        return {**stages, 1: nn.Sequential(Turned(), stages[1], Turned())}
+
+    stages, plain = build(), build()
+    inputs, targets = ([tensor.cuda() for tensor in tensors] for tensors in batch(m))
+    with Executor(plan, stages, boundaries(count), loss_fn, device="cuda") as executor:
+        executor.step(inputs, targets)
+    for x, target in zip(inputs, targets, strict=True):
+        for stage in plain.values():
+            x = stage(x)
+        (loss_fn(x, target) / m).backward()
+    for s in range(count):
+        for one, other in zip(stages[s].parameters(), plain[s].parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
 @needs_gpu
 def test_an_evaluation_gives_the_loss_of_the_same_stages():
     count, m = 3, 4
