@@ -103,13 +103,14 @@ class _Blocks:
         problem = self.problem
         bits = estimated_bits(problem, offload=False) / problem.num_devices
         ops = 3 * problem.num_stages * problem.num_microbatches
-        for size, blocks in block_sizes(problem.num_devices):
+        sizes = list(block_sizes(problem.num_devices))
+        for place, (size, blocks) in enumerate(sizes):
             if ops > _MOST_OPS or size * bits > _MOST_BITS:
                 break
+            # Every size gets the same part of the time that is left, and every block of a size.
+            end = time.monotonic() + (self.end - time.monotonic()) / (len(sizes) - place)
             for number, block in enumerate(blocks):
-                left = self.end - time.monotonic()
-                # The last block is that of all devices.
-                seconds = left if size == problem.num_devices else left / (len(blocks) - number + 1)
+                seconds = (end - time.monotonic()) / (len(blocks) - number)
                 if seconds < _LEAST or size * bits > _BITS_A_SECOND * seconds or self._enough(self.bound):
                     break
                 self._solve(block, seconds)
