@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 
 from optpipe.ops import Ops
+from optpipe.problem import Problem
+from optpipe.timing import earliest
+from solver.ada_offload import ada_offload
 from solver.annealing import anneal
+from solver.bounds import lower_bound
 from solver.incumbent import Incumbent
 from solver.policy import Policy
 from solver.search.around import search_around
@@ -24,6 +28,8 @@ _ANNEALED = 5_000
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
 #: Largest schedule, in ops, whose shares are optimised.
 _SHARED = 10_000
+#: Of a twin's times: how far they are off at most.
+_OFF = 0.03
 #: Policies whose stages begin to be evolved in a round, beside the best of each kind; genomes that go on in the next.
 _PARENTS = 2
 _GENOMES = 2
@@ -36,6 +42,10 @@ class Portfolio:
     makes the next, longer one: half of the time goes to the longest rounds but one and so on, down to lines that begin
     anew. A large problem has one line only: there is no time for more.
 
+    Every second line of a problem with offloads goes its way on a twin of it, whose times are a little off. Where times
+    are round many things happen at one instant, and none of a schedule's neighbours is shorter though schedules further
+    off are; the twin's schedule is re-timed for the problem.
+
     A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
     """
 
@@ -43,6 +53,7 @@ class Portfolio:
         self.incumbent, self.rng = incumbent, rng
         self.first: Ops | None = None
         self.waiting: dict[int, Line] = {}  # by the number of rounds that they have made
+        self.lines = 0
 
     def round(self, seconds: float) -> None:
         """The first round of a new line, then those rounds for which there are two lines to choose from; at most so
@@ -54,7 +65,7 @@ class Portfolio:
             line.round(seconds)
             return
         self.first = self.first or incumbent.ops
-        line = Line(incumbent.line(self.first), random.Random(self.rng.getrandbits(64)))
+        line = self._line()
         line.round(seconds)
         while line.rounds in self.waiting and not incumbent.at_bound and incumbent.seconds < end:
             other = self.waiting.pop(line.rounds)
@@ -62,12 +73,41 @@ class Portfolio:
             line.round(end - incumbent.seconds)
         self.waiting[line.rounds] = line
 
+    def _line(self) -> Line:
+        """A new line."""
+        incumbent, rng = self.incumbent, random.Random(self.rng.getrandbits(64))
+        offloads = any(incumbent.problem.can_offload(s) for s in range(incumbent.problem.num_stages))
+        self.lines += 1
+        if self.lines % 2 or not offloads or incumbent.options.objective != "makespan":
+            return Line(incumbent.line(self.first), rng)
+        problem = twin(incumbent.problem, rng)
+        bound = lower_bound(problem, incumbent.options.objective)
+        other = Incumbent(problem, incumbent.options, bound, begin=incumbent.begin, facts={})
+        other.offer(ada_offload(problem), "ada-offload")
+        return Line(other, rng, home=incumbent)
+
+
+def twin(problem: Problem, rng: random.Random) -> Problem:
+    """The problem with times of each kind off by up to some percent, the same for all stages."""
+    value = problem.to_json()
+    kinds = ("forward_ms", "backward_ms", "weight_ms", "fused_backward_ms")
+    factor = {kind: 1.0 + rng.uniform(-_OFF, _OFF) for kind in kinds}
+    factor["offload_ms"] = factor["reload_ms"] = 1.0 + rng.uniform(-_OFF, _OFF)
+    for stage in value["stages"]:
+        stage |= {kind: stage[kind] * by for kind, by in factor.items() if stage.get(kind) is not None}
+    late = _OFF * min(stage["forward_ms"] for stage in value["stages"]) * rng.random()
+    value["comm_ms"] = [time + late for time in value["comm_ms"]]
+    return Problem.model_validate(value)
+
 
 class Line:
-    """The searches on one incumbent, and what they learn from one round to the next."""
+    """The searches on one incumbent, and what they learn from one round to the next.
 
-    def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
-        self.incumbent, self.rng = incumbent, rng
+    ``home`` is the incumbent of the problem itself where the line's own one is of a twin.
+    """
+
+    def __init__(self, incumbent: Incumbent, rng: random.Random, home: Incumbent | None = None) -> None:
+        self.incumbent, self.rng, self.home = incumbent, rng, home
         self.value = float("inf")  # of the best schedule, also of those that move other shares
         self.pool: list[tuple[float, int, Policy]] = []
         self.genomes: list[tuple[float, Genome]] = []
@@ -104,22 +144,25 @@ class Line:
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
-        self.value = min(self.value, incumbent.value, self._with_other_shares(around, end))
+        if self.home is None:
+            self.value = min(self.value, incumbent.value)
+        self.value = min(self.value, self._with_other_shares(around, end))
         self.rounds += 1
 
     def _with_other_shares(self, runs: int, end: float) -> float:
         """What each transfer of the best schedule should move, and a search around that; the best objective. (The other
         searches want the transfers of a stage alike, so this line's own schedule stays as it is.)"""
         incumbent, ops = self.incumbent, self.incumbent.ops
-        if ops is None or incumbent.at_bound or ops.is_compute.all() or len(ops) > _SHARED:
+        home = self.home or incumbent.parent or incumbent
+        if ops is None or home.at_bound or ops.is_compute.all() or len(ops) > _SHARED:
             return float("inf")
         if incumbent.options.objective != "makespan":
             return float("inf")
-        apart = (incumbent.parent or incumbent).line(ops)
+        apart = home.line(ops if self.home is None else earliest(home.problem, ops))
         for turn in range(2):
             if apart.ops is None or apart.at_bound or incumbent.seconds >= end:
                 break
-            found = with_best_shares(incumbent.problem, apart.ops, seconds=end - incumbent.seconds)
+            found = with_best_shares(home.problem, apart.ops, seconds=end - incumbent.seconds)
             apart.offer(found, "shares")
             if turn == 0:
                 search_around(apart, self.rng, runs=runs, seconds=end - incumbent.seconds)
