@@ -32,8 +32,17 @@ SEARCHES = ("auto", "search", "milp")
 #: Compute ops from which on only the most promising of the known schedules are tried.
 _LARGE_OPS = 20_000
 #: Schedules that need not be tried where the other one fits; and those that are tried only if nothing else fits.
-_NO_BETTER_THAN = {"v-half": "zb-v", "v-min": "zb-v", "gpipe": "1f1b", "zb-h1": "zero-bubble", "zb-h2": "zero-bubble"}
+_NO_BETTER_THAN = {
+    "v-half": "zb-v",
+    "v-min": "zb-v",
+    "dualpipe-v": "zb-v",
+    "gpipe": "1f1b",
+    "zb-h1": "zero-bubble",
+    "zb-h2": "zero-bubble",
+}
 _LAST_RESORTS = ("sequential",)
+#: Schedules that take long to make, and seconds that must be left for them where another one fits.
+_SLOW, _SLOW_FROM = ("pipe-offload", "v-half", "v-min"), 30.0
 #: The MILP's part of the time that is left, and seconds that it gets where the gap asked for is reached already.
 _MILP_PART, _MILP_POLISH = 0.6, 10.0
 #: Processes that search at most, and seconds that must be left for others to be worth their start.
@@ -210,7 +219,7 @@ def _starts(incumbent: Incumbent) -> None:
         # All of them together would take a large problem longer than the search needs to do better.
         if fit and compute_ops > _LARGE_OPS and (incumbent.good_enough or offloads or number >= len(first)):
             return
-        if _NO_BETTER_THAN.get(name) in fit:
+        if _NO_BETTER_THAN.get(name) in fit or (fit and name in _SLOW and incumbent.left < _SLOW_FROM):
             continue
         try:
             incumbent.offer(ops := _known(name, problem, objective), name)
