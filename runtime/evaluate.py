@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from optpipe.problem import Problem
 from runtime import checks, forward_only
@@ -101,6 +102,7 @@ class Evaluator:
                     loss = self._forward(item, inputs or (), targets or ())
                     if loss is not None:
                         losses[item.microbatch] = loss
+            self._reshard()
             self._transport.drain()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -143,6 +145,13 @@ class Evaluator:
             parcel.hold.release()
         self._transport.give(item.gives, Parcel(output, hold))
         return None
+
+    def _reshard(self) -> None:
+        """Let go of parameters that FSDP has gathered: an optimiser may step before they are used again."""
+        for stage in self._stages.values():
+            for part in stage.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def close(self) -> None:
         """End the threads. Twice does no harm."""

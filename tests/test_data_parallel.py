@@ -16,6 +16,7 @@ from optpipe.config import OptimizerConfig
 from runtime import data_parallel, optimizer
 from runtime.boundary import TensorSpec
 from runtime.data_parallel import Replicas, Shards, ranks_of
+from runtime.evaluate import Evaluator
 from runtime.executor import Executor
 from runtime.gradients import Copy, TiedWeights
 from runtime.model import loss_fn
@@ -31,6 +32,7 @@ from tests.pipelines import (
     random_plan,
     stage_module,
 )
+from tests.test_evaluate import in_one_process
 from tests.test_gradients import tied_stages
 
 M, STEPS = 4, 3
@@ -138,9 +140,13 @@ def shards(mesh, blocks: bool, seed: int):
     part = slice(row * M, (row + 1) * M)
     group = mesh.get_group("pipeline")
     norms, parameters, results = train(plan, stages, ranks_of(mesh, "pipeline"), group, [Shards(stages)], part=part)
-    assert len({result.peak_bytes for result in results[1:]}) >= 1
-    assert all(isinstance(p, DTensor) for p in module.parameters()), "after a step only the shards are kept"
-    return norms, parameters
+    assert results[-1].peak_bytes > 0
+    evaluator = Evaluator(plan.problem, stages, boundaries(2), loss_fn, ranks=ranks_of(mesh, "pipeline"))
+    inputs, targets = batch(M, seed=9)
+    loss = evaluator.loss(inputs, targets)
+    evaluator.close()
+    assert all(isinstance(p, DTensor) for p in module.parameters()), "between steps only the shards are kept"
+    return norms, parameters, loss
 
 
 def on_replicas(rank: int, count: int):
@@ -168,7 +174,12 @@ def test_replicas_and_shards_train_as_one_process() -> None:
                     key = "0.0.token.weight" if key == "1.weight" else key
                     torch.testing.assert_close(torch.tensor(value), parameters[key], rtol=0, atol=TOLERANCE)
         else:
-            compare(parts, [stage_module(s, 2) for s in range(2)], 2 * M)
+            stages = [stage_module(s, 2) for s in range(2)]
+            compare([part[:2] for part in parts], stages, 2 * M)
+            losses = [part[2] for part in parts if len(part) > 2 and part[2] is not None]
+            assert len(losses) == 2 * name.startswith("shards")
+            for loss in losses:
+                assert loss == pytest.approx(in_one_process(stages, *batch(M, seed=9), loss_fn, M), rel=1e-4)
 
 
 class Layers(nn.Module):
