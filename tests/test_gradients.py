@@ -244,6 +244,31 @@ def test_runs_add_up_to_a_step() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_runs_of_different_plans_add_up_too() -> None:
+    """Four microbatches under one plan and two under another, of the same stages: the gradients of six."""
+    plain = {s: stage_module(s, 2, 0.2) for s in range(2)}
+    inputs, targets = batch(6)
+    for j in range(6):
+        x = inputs[j]
+        for s, stage in plain.items():
+            with seeded(dropout_seed(0, 0, s, j), torch.device("cpu")):
+                x = stage(x)
+        (mean_loss(x, targets[j]) / 6).backward()
+    ours = {s: stage_module(s, 2, 0.2) for s in range(2)}
+    calls: list[str] = []
+    for first, last, kind in ((0, 4, 1), (4, 6, 2)):
+        plan = random_plan(problem_of(list(ours.values()), [0, 0], last - first, 2), kind)
+        with Executor(plan, ours, boundaries(2), mean_loss, syncs=[Notes(calls)]) as executor:
+            part = slice(first, last)
+            executor.step(inputs[part], targets[part], denominator=6, first_microbatch=first, is_last=last == 6)
+        for stage in ours.values():
+            assert all(parameter.grad is not None for parameter in stage.parameters())
+    assert calls.count("begin") == 2 and calls[-1] == "finish" and len(calls) == 5
+    expected, found = gradients(plain), gradients(ours)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
