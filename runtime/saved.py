@@ -151,7 +151,7 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> Any:
         """A handle for a tensor that is to be kept; the tensor itself where it stays on the device anyway."""
-        if isinstance(tensor, DTensor):
+        if type(tensor) is not Tensor and isinstance(tensor, DTensor):
             return _Sharded(
                 self.pack(_part(tensor)), tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
             )
@@ -176,9 +176,9 @@ class Saved:
         RunFailed
             It is on the host, or it was changed in place since it was saved.
         """
-        if isinstance(handle, Tensor):
-            return handle
-        if isinstance(handle, _Sharded):
+        if type(handle) is not _Handle:
+            if isinstance(handle, Tensor):
+                return handle
             part, mesh, placements, size, stride = handle
             with torch.no_grad():
                 whole: Tensor = DTensor.from_local(

@@ -150,7 +150,7 @@ def test_under_torchrun_it_joins_or_says_what_does_not_fit(world: int) -> None:
         assert all("'total': 21" in text for text in said)
         assert "{'rank': 0}" in said[0] and "{'rank': 1}" not in said[1], "only rank 0 is heard"
     else:
-        assert said[0].startswith("torchrun: started 1 ranks, but the pipeline has 2 devices, expected 2 ranks")
+        assert said[0].startswith("torchrun: started 1 ranks, but the run needs 2: one a device of each replica")
 
 
 def test_devices_are_found_or_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
