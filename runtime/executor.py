@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from optpipe import memory
 from optpipe.errors import InputError, RunFailed
@@ -126,7 +127,8 @@ class Executor:
         back = out if self.program.half_duplex else copy_lane("reload lane", self.device, self.failure, bandwidth[1])
         self.planned_peak_bytes: int = memory.peaks(problem, plan.ops)[self._number]
         headroom = cuda_headroom(self.device) if self.device.type == "cuda" else None
-        self.manager = MemoryManager(problem, self.program, self.ledger, headroom)
+        alone = not any(isinstance(p, DTensor) for module in stages.values() for p in module.parameters())
+        self.manager = MemoryManager(problem, self.program, self.ledger, headroom, may_reorder=alone)
         self._parts = Parts(
             self.device,
             self.program,

@@ -110,6 +110,9 @@ class MemoryManager:
         What is held.
     headroom
         Bytes that the allocator can still give; None: only the budget counts.
+    may_reorder
+        Whether ops may run earlier than planned. Not where stages talk to other ranks while they compute, as tensor
+        parallel layers do: those ranks must come to the same op at the same time, and each decides on its own here.
     """
 
     def __init__(
@@ -118,7 +121,10 @@ class MemoryManager:
         program: Program,
         ledger: Ledger,
         headroom: Callable[[], int] | None = None,
+        *,
+        may_reorder: bool = True,
     ) -> None:
+        self._may_reorder = may_reorder
         self._budget = problem.devices[program.device].memory_bytes
         self._problem, self._items, self._ledger = problem, program.items, ledger
         self._headroom = headroom
@@ -139,6 +145,7 @@ class MemoryManager:
         self._done: set[int] = set()
         self._flights: list[_Flight] = []
         self._coming: list[_Coming] = []
+        self._out: dict[_Pair, int] = {}  # bytes that the offload of a microbatch moved
         self._away: dict[_Pair, Event] = {}  # offloaded out of the plan
         self._back: dict[_Pair, Event] = {}  # and on the way back
 
@@ -183,10 +190,12 @@ class MemoryManager:
         if isinstance(job, Reload):
             self._coming.append(_Coming(job, event, self._moved(item), frozenset(item.after)))
         else:
+            self._out[item.stage, item.microbatch] = nbytes
             self._flights.append(_Flight(item.op, _label(item), event, nbytes))
 
     def _moved(self, item: Move) -> int:
-        return item.nbytes if item.nbytes is not None else self._offloadable(item.stage)
+        """What a reload brings back: as much as went out."""
+        return self._out[item.stage, item.microbatch]
 
     def _offloadable(self, stage: int) -> int:
         return max(self._problem.stages[stage].offloadable_bytes, self._saved.get(stage, 0))
@@ -236,6 +245,8 @@ class MemoryManager:
 
     def _run_earlier(self) -> str | None:
         """The next op that frees memory, if nothing that it needs is still to be done."""
+        if not self._may_reorder:
+            return None
         for position in range(self._position + 1, len(self._items)):
             item = self._items[position]
             if position in self._done or not isinstance(item, Compute) or item.kind not in _FREES:

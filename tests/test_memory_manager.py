@@ -95,6 +95,39 @@ def test_forwards_are_put_off_or_more_is_offloaded(stages):
         assert step["earlier"] > 0 and step["went on"] == 0
 
 
+def overstated_plan() -> Plan:
+    """The plan says ten times as much as is held, and its offloads and reloads are under way all the time."""
+    problem = model_problem(1, 2, microbatches=M)
+    order = [(Kind.F, s, j) for j in range(M) for s in range(2)]
+    order += [(kind, s, j) for j in range(M) for s in (1, 0) for kind in (Kind.B, Kind.W)]
+    return plan_of_orders(understated(problem, 10.0), [order], {(s, j) for s in range(2) for j in range(M)})
+
+
+def test_a_plan_that_says_too_much_is_kept_to():
+    rng = random.Random(1)
+    done = check(overstated_plan(), before_op=lambda *_: time.sleep(rng.random() * 2e-3))
+    assert not any(any(step.values()) for step in done)
+
+
+def test_the_order_is_kept_where_ranks_must_keep_step():
+    """As with tensor parallel layers: nothing runs earlier, and offloads do."""
+    problem = model_problem(1, 2, microbatches=M)
+    order = [(Kind.F, s, j) for j in range(M) for s in range(2)]
+    order += [(Kind.BW, s, j) for j in range(M) for s in (1, 0)]
+    plan = plan_of_orders(understated(problem, 0.4), [order])
+    real = sum(stage.activation_bytes for stage in problem.stages)
+    plan = with_budgets(plan, [max(memory.peaks(plan.problem, plan.ops)[0], 5 * real)])
+    stages = {s: stage_module(s, 2) for s in range(2)}
+    with Executor(plan, stages, boundaries(2), loss_fn) as executor:
+        executor.manager._may_reorder = False
+        for number in range(2):
+            result = executor.step(*batch(M), number=number)
+        done = counts(result.reliefs)
+        computed = [(op.kind, op.stage, op.microbatch) for op in result.ops if op.kind < Kind.O]
+    assert done["offloaded"] > 0 and done["earlier"] == 0
+    assert computed == order
+
+
 def blocked_plan(device_orders, count):
     plan = plan_of_orders(understated(model_problem(count, microbatches=M), 0.4), device_orders)
     real = model_problem(count, microbatches=M)
