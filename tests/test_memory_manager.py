@@ -143,6 +143,9 @@ def on_ranks(rank, count):
     found = {"gpipe": check(blocked_plan(gpipe(count, M), count), rank)}
     split = blocked_plan(one_f_one_b(count, M, split=True), count)
     found["split"] = check(split, rank)
+    low = understated(model_problem(count, microbatches=M), 10.0)
+    moved = {(0, 1), (1, 2), (1, 3)}
+    found["overstated"] = check(plan_of_orders(low, one_f_one_b(count, M, split=True), moved), rank)
     return found
 
 
@@ -150,6 +153,7 @@ def test_ranks_do_it_each_on_their_own():
     first, second = in_processes(2, on_ranks)
     assert all(step["offloaded"] > 0 for step in first["gpipe"][1:])
     assert all(step["earlier"] > 0 for step in second["gpipe"][1:])
+    assert not any(sum(step.values()) for found in (first, second) for step in found["overstated"])
     assert all(step["went on"] == 0 for found in (first, second) for step in found["gpipe"][1:])
 
 
