@@ -211,7 +211,8 @@ def _starts(incumbent: Incumbent) -> None:
     problem, objective = incumbent.problem, incumbent.options.objective
     compute_ops = 3 * problem.num_stages * problem.num_microbatches
     offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
-    first = ("ada-offload", "zero-bubble", "zb-v") if offloads else ("zero-bubble", "zb-v", "ada-offload")
+    several = problem.num_stages > problem.num_devices
+    first = ("ada-offload", "zero-bubble", "zb-v") if offloads or several else ("zero-bubble", "ada-offload")
     fit: set[str] = set()
     for number, name in enumerate(dict.fromkeys((*first, *SCHEDULES))):
         if incumbent.at_bound or (fit and (incumbent.left <= 0 or name in _LAST_RESORTS)):
