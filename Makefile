@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## measure a GPT, solve for a schedule within a budget that 1F1B exceeds, train under it
 	$(BIN)/python benchmarks/demo.py
 
-test: $(STAMP)  ## the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## the tests, two at a time
+	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

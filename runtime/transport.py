@@ -254,8 +254,8 @@ class GlooTransport(RankTransport):
     def _tag(self, message: Message) -> int:
         return 2 * (message.stage * self._num_microbatches + message.microbatch) + message.gradient
 
-    def _event(self, label: str) -> CpuEvent:
-        return CpuEvent(self._failure, label, self._timeout_s)
+    def _event(self, label: str, *, wakes_last: bool = False) -> CpuEvent:
+        return CpuEvent(self._failure, label, self._timeout_s, wakes_last=wakes_last)
 
     def _waiter(self, link: Link, doing: str, peer: int) -> _Waiter:
         key = (link, doing)
@@ -271,7 +271,8 @@ class GlooTransport(RankTransport):
     def _send(self, message: Message, tensor: Tensor) -> CpuEvent:
         link = self._link(message)
         assert link is not None
-        event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}")
+        # Who waits for a place among the unsent messages finds the memory of this one booked out.
+        event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}", wakes_last=True)
         peer, tag = self._ranks[link.receiver], self._tag(message)
         # Started by the link's thread: gloo copies into the socket at once, and what computes shall not wait for that.
         self._waiter(link, "sending", link.receiver).put(lambda: dist.isend(tensor, peer, tag=tag), tensor, event)

@@ -179,3 +179,17 @@ def test_the_end_of_a_step_waits_for_every_send(second, ledger):
     thread.join(5)
     assert not thread.is_alive()
     assert ledger.message_bytes == ledger.activation_bytes == 0
+
+
+def test_who_waits_for_a_send_finds_its_callbacks_done():
+    """The memory of a message counts until its callback has run; the next message must not be counted beside it."""
+    for _ in range(50):
+        event, order = CpuEvent(Failure(), "a send", wakes_last=True), []
+        event.then(lambda order=order: (time.sleep(0.001), order.append("booked out")))
+        thread = threading.Thread(target=event.set)
+        thread.start()
+        event.wait()
+        order.append("next")
+        thread.join()
+        event.wait()
+        assert order == ["booked out", "next"]
