@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 # One thread a process: results do not depend on the machine, and ranks do not fight over its cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where Ctrl-C is ignored, as in a worker of pytest-xdist, all that tests start would ignore it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
