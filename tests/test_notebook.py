@@ -124,5 +124,5 @@ def test_the_notebook_runs_as_a_script(tmp_path, monkeypatch):
 def test_the_notebook_is_short_and_names_no_machine():
     text = (DOCS / "notebook.ipynb").read_text()
     assert len(text) < 200_000
-    for word in ("/home/", "/tmp/", "/work/", "Traceback"):
+    for word in ("/home/", "/tmp/", str(DOCS.parent), str(Path.home()), "Traceback"):
         assert word not in text

@@ -30,14 +30,19 @@ def _tight(rng: random.Random) -> Problem:
     return problem.changed(devices=[{"memory_bytes": budget} for budget in budgets])
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 2**32))
-def test_what_it_gives_is_valid_and_no_longer(seed: int) -> None:
-    rng = random.Random(seed)
+def _schedule(rng: random.Random) -> tuple[Problem, Ops | None]:
+    """A tight problem and a list schedule of it; None where none fits."""
     problem = _tight(rng)
     tab = tables(problem)
     ops = list_schedule(problem, draw(tab, rng).rule(tab, paths(tab)))
-    if ops is None or verify(problem, ops) or ops.is_compute.all():
+    return problem, None if ops is None or verify(problem, ops) else ops
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_what_it_gives_is_valid_and_no_longer(seed: int) -> None:
+    problem, ops = _schedule(random.Random(seed))
+    if ops is None or ops.is_compute.all():
         return
     found = with_best_shares(problem, ops, seconds=60.0)
     assert verify(problem, found) == []
@@ -88,11 +93,8 @@ def test_transfers_that_need_not_be_are_left_out() -> None:
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_what_moves_least_is_as_long(seed: int) -> None:
-    rng = random.Random(seed)
-    problem = _tight(rng)
-    tab = tables(problem)
-    ops = list_schedule(problem, draw(tab, rng).rule(tab, paths(tab)))
-    if ops is None or verify(problem, ops) or ops.is_compute.all():
+    problem, ops = _schedule(random.Random(seed))
+    if ops is None or ops.is_compute.all():
         return
     found = with_least_moved(problem, ops, seconds=60.0)
     assert verify(problem, found) == []
