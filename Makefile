@@ -25,7 +25,7 @@ demo: $(STAMP)  ## measure a GPT, solve for a schedule within a budget that 1F1B
 	$(BIN)/python benchmarks/demo.py
 
 test: $(STAMP)  ## the tests, two at a time
-	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
