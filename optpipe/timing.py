@@ -95,6 +95,9 @@ def order_graph(problem: Problem, ops: Ops, *, channels_across_devices: bool = T
 def earliest(problem: Problem, ops: Ops, durations: Floats | None = None) -> Ops:
     """The same ops in the same orders, each as early as it can be; the first start is 0.
 
+    Called again on what it returned it gives the same times, but for transfers that take no time: where two of them
+    meet at one instant the times no longer tell which was first, and one of them may start earlier.
+
     Parameters
     ----------
     problem

@@ -22,8 +22,10 @@ from optpipe.problem import Problem
 from optpipe.timing import earliest
 
 # A test states what is right, not how soon: machines are shared, and compiled code takes its time at the first call.
-# The same examples every time, so that a run says something about the change that it is for.
+# The same examples every time, so that a run says something about the change that it is for; to look for new ones:
+# pytest --hypothesis-profile=search
 settings.register_profile("optpipe", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("optpipe")
 
 DATA = Path(__file__).parent / "data"

@@ -37,7 +37,7 @@ seeds = st.integers(0, 2**32)
 
 def solved(program: Formulation, start: Ops | None = None) -> MilpResult:
     vector = None if start is None else program.vector_of(start)
-    result = highs.solve(program.matrix, Settings(time_limit=60), start=vector)
+    result = highs.solve(program.matrix, Settings(time_limit=300), start=vector)
     assert result.status == "optimal"
     return result
 
