@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cli import main
 from optpipe import files, memory, semantics
@@ -19,6 +23,7 @@ from optpipe.ops import Kind
 from optpipe.page import render, tables
 from optpipe.plan import Plan
 from optpipe.trace import Trace, device_json, trace_json
+from tests.random_schedules import random_problem, random_schedule
 
 
 def invoke(*arguments: object) -> Result:
@@ -142,47 +147,135 @@ def test_the_page_says_where_the_run_differed(tiny_plan, tiny_plan_file, run_fil
 # --- Chrome's format ------------------------------------------------------------------------------------------------
 
 
+#: What the description of the format asks of each phase.
+FIELDS = {
+    "X": {"name", "cat", "ts", "dur", "pid", "tid"},
+    "M": {"name", "pid", "args"},
+    "C": {"name", "ts", "pid", "args"},
+    "s": {"name", "cat", "ts", "pid", "tid", "id"},
+    "f": {"name", "cat", "ts", "pid", "tid", "id", "bp"},
+}
+
+
+def ns(time: float) -> int:
+    """As Perfetto reads microseconds: a double, cut off below a nanosecond."""
+    return int(float(time) * 1000)
+
+
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events, each with what its phase must have."""
-    value = json.loads(text)
-    needed = {
-        "X": {"name", "ts", "dur", "pid", "tid"},
-        "M": {"name", "pid", "args"},
-        "C": {"name", "ts", "pid", "args"},
-        "s": {"name", "ts", "pid", "tid", "id"},
-        "f": {"name", "ts", "pid", "tid", "id", "bp"},
-    }
-    for event in value["traceEvents"]:
-        assert needed[event["ph"]] <= event.keys(), event
-        assert event.get("dur", 0) >= 0
-    return value["traceEvents"]
+    """The events, each with what its phase must have, as readers of the format want them."""
+    events = json.loads(text)["traceEvents"]
+    names: dict[tuple[str, int], str] = {}
+    for event in events:
+        assert FIELDS[event["ph"]] <= event.keys(), event
+        assert type(event["pid"]) is int and event["pid"] > 0
+        if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
+            of_process = event["name"] == "process_name"
+            key = (event["name"], event["pid"] if of_process else event["tid"])
+            assert key not in names and event["args"]["name"]
+            names[key] = event["args"]["name"]
+        elif event["ph"] == "C":
+            assert [type(value) for value in event["args"].values()] == [int]
+    used = [key[1] for key in names]
+    assert len(set(used)) == len(used), "numbers of processes and threads are all different"
+    for event in events:
+        assert ("process_name", event["pid"]) in names
+        assert "tid" not in event or (event["tid"] > 0 and ("thread_name", event["tid"]) in names)
+    _check_slices(events)
+    _check_arrows(events)
+    return events
+
+
+def lanes_of(events: list[dict[str, Any]]) -> dict[int, list[tuple[int, int, str]]]:
+    """Per thread: begin, end (ns) and name of its slices, in order."""
+    lanes: dict[int, list[tuple[int, int, str]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lanes.setdefault(event["tid"], []).append(
+                (ns(event["ts"]), ns(event["ts"]) + ns(event["dur"]), event["name"])
+            )
+    return {tid: sorted(slices) for tid, slices in lanes.items()}
+
+
+def _check_slices(events: list[dict[str, Any]]) -> None:
+    for slices in lanes_of(events).values():
+        for (begin, end, _), (following, _, _) in itertools.pairwise(slices):
+            assert begin <= end <= following
+
+
+def _check_arrows(events: list[dict[str, Any]]) -> None:
+    ends: dict[str, dict[int, dict[str, Any]]] = {"s": {}, "f": {}}
+    for event in events:
+        if event["ph"] in ends:
+            assert type(event["id"]) is int and event["id"] not in ends[event["ph"]]
+            ends[event["ph"]][event["id"]] = event
+    assert ends["s"].keys() == ends["f"].keys()
+    for key, begin in ends["s"].items():
+        assert begin["ts"] <= ends["f"][key]["ts"] and begin["pid"] != ends["f"][key]["pid"]
+        assert {begin["cat"], begin["name"]} == {ends["f"][key]["cat"], ends["f"][key]["name"]}
+
+
+def arrows_of(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The slices at both ends of each arrow; the ends of an arrow are inside, where all readers see the same slice."""
+    lanes, found = lanes_of(events), {}
+    for event in events:
+        if event["ph"] in "sf":
+            inside = [name for begin, end, name in lanes[event["tid"]] if begin < ns(event["ts"]) < end]
+            assert len(inside) == 1, event
+            found.setdefault(event["id"], []).append(inside[0])
+    return sorted(map(tuple, found.values()))
+
+
+def messages_of(plan: Plan) -> list[tuple[str, str]]:
+    edges, device = semantics.dependencies(plan.problem, plan.ops), semantics.device_of(plan.problem, plan.ops)
+    pairs = zip(edges.before.tolist(), edges.after.tolist(), strict=True)
+    return sorted((plan.ops[a].label, plan.ops[b].label) for a, b in pairs if device[a] != device[b])
 
 
 def test_every_op_is_a_slice_in_microseconds(tiny_plan):
     events = events_of(chrome.text_of(tiny_plan))
     found = {event["name"]: event for event in events if event["ph"] == "X"}
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert len(found) == len(tiny_plan.ops)
     for op in tiny_plan.ops:
         event = found[op.label]
-        assert (event["ts"], event["dur"]) == pytest.approx((1e3 * op.start, 1e3 * (op.end - op.start)), abs=1e-3)
-        assert event["pid"] == tiny_plan.problem.stages[op.stage].device
-        assert event["tid"] == {Kind.O: 1, Kind.R: 2}.get(op.kind, 0)
+        assert (event["ts"], event["dur"]) == pytest.approx((1e3 * op.start, 1e3 * (op.end - op.start)), abs=2e-3)
+        device = tiny_plan.problem.stages[op.stage].device
+        assert processes[event["pid"]] == f"plan: device {device} (stage {op.stage})"
+        assert threads[event["tid"]] == {Kind.O: "offload (d2h)", Kind.R: "reload (h2d)"}.get(op.kind, "compute")
 
 
 def test_arrows_lead_from_op_to_op_across_devices(tiny_plan):
-    events = events_of(chrome.text_of(tiny_plan))
-    begins = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert begins.keys() == ends.keys()
-    assert len(begins) == 2 * tiny_plan.problem.num_microbatches
-    assert all(begins[key]["pid"] != ends[key]["pid"] and begins[key]["ts"] < ends[key]["ts"] for key in begins)
+    arrows = arrows_of(events_of(chrome.text_of(tiny_plan)))
+    assert arrows == messages_of(tiny_plan)
+    assert len(arrows) == 2 * tiny_plan.problem.num_microbatches
+
+
+@given(st.integers(0, 2**32), st.floats(1e-3, 1e3))
+@settings(max_examples=25)
+def test_any_plan_is_what_readers_of_the_format_take(seed, factor):
+    """Whatever its times are: also such that are no fractions of a microsecond, or that meet within the tolerance."""
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    ops = random_schedule(problem, rng)
+    noise = np.array([rng.uniform(-0.4, 0.4) for _ in range(len(ops))]) * semantics.tolerance(ops)
+    plan = Plan(problem, ops.at(factor * (ops.start + noise), factor * (ops.end + noise)))
+    events = events_of(chrome.text_of(plan))
+    assert sum(event["ph"] == "X" for event in events) == len(ops)
+    assert arrows_of(events) == messages_of(plan)
+    for device in range(problem.num_devices):
+        assert (np.diff(memory.curve(problem, plan.ops, device)[0]) >= 0).all()
 
 
 def test_memory_is_a_counter_with_the_plans_peak(tiny_plan):
     events = events_of(chrome.text_of(tiny_plan))
-    for device, peak in enumerate(memory.peaks(tiny_plan.problem, tiny_plan.ops)):
-        levels = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == device]
-        assert max(levels) == peak and levels[-1] == 0
+    counters: dict[int, list[int]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            counters.setdefault(event["pid"], []).append(event["args"]["bytes"])
+    assert [max(levels) for levels in counters.values()] == memory.peaks(tiny_plan.problem, tiny_plan.ops)
+    assert all(levels[-1] == 0 for levels in counters.values())
 
 
 def test_a_run_stands_below_its_plan_with_its_waits(tiny_plan, tiny_plan_file, run_file, tmp_path):
@@ -197,15 +290,18 @@ def test_a_run_stands_below_its_plan_with_its_waits(tiny_plan, tiny_plan_file, r
         "run: device 1 (stage 1)",
     ]
     order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
-    assert sorted(order, key=order.__getitem__) == [0, 2, 1, 3]
-    run = [event for event in events if event["ph"] == "X" and event["pid"] >= 2]
+    on_screen = [names[pid].split(" (")[0] for pid in sorted(order, key=order.__getitem__)]
+    assert on_screen == ["plan: device 0", "run: device 0", "plan: device 1", "run: device 1"]
+    run = [event for event in events if event["ph"] == "X" and names[event["pid"]].startswith("run")]
     assert len(run) == 4 * (len(tiny_plan.ops) + int(tiny_plan.ops.is_compute.sum()))
-    waits = [event for event in run if event["tid"] == 3]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    waits = [event for event in run if threads[event["tid"]] == "waits"]
     assert all(event["dur"] == pytest.approx(250) for event in waits)
-    starts = {(event["pid"], round(event["ts"])) for event in run if event["tid"] == 0}
+    starts = {(event["pid"], round(event["ts"])) for event in run if threads[event["tid"]] == "compute"}
     assert all((event["pid"], round(event["ts"] + 250)) in starts for event in waits)
     # Steps follow each other on one clock.
     first = [event["ts"] for event in run if event["name"] == "F(0,0)"]
+    assert arrows_of(events) == sorted(5 * messages_of(tiny_plan))
     assert first == [0.0, 100_000.0, 200_000.0, 300_000.0]
 
 

@@ -3,11 +3,20 @@
 A device is a process: of the plan, and below it the same device of the run. Its threads are compute, the two directions
 of its host link and, of a run, what compute ops waited for; memory is a counter. Arrows lead from ops to those of other
 devices that need them. Times in the file are microseconds.
+
+What readers of the format ask for beyond its description, and the tests check:
+
+- numbers of processes and threads are above 0 (0 is the idle process), and none is used twice;
+- slices of a thread do not overlap, not by a nanosecond: Perfetto drops a slice that does;
+- an arrow has a number for an id, and its ends lie inside the slices: at the border of two slices readers differ about
+  which one it belongs to.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,30 +29,55 @@ from optpipe.problem import Problem
 from optpipe.trace import StepTrace, Trace
 
 Event = dict[str, Any]
-_COMPUTE, _OUT, _BACK, _WAITS = 0, 1, 2, 3
+_COMPUTE, _OUT, _BACK, _WAITS = 1, 2, 3, 4
 _THREADS = {_COMPUTE: "compute", _OUT: "offload (d2h)", _BACK: "reload (h2d)", _WAITS: "waits"}
+#: Between the numbers of two processes; a process's threads are the numbers that follow its own.
+_PLACES = 10
+#: A colour for each kind among those that chrome://tracing has; Perfetto makes its own of the names.
+_COLOURS = {
+    Kind.F: "rail_response",
+    Kind.B: "rail_idle",
+    Kind.W: "rail_load",
+    Kind.BW: "rail_animation",
+    Kind.C: "thread_state_uninterruptible",
+    Kind.O: "thread_state_runnable",
+    Kind.R: "yellow",
+}
 
 
 class _Track(NamedTuple):
-    """The processes of one timeline: their numbers and names, by device; ``begin`` in ms shifts all its times."""
+    """The processes of one timeline.
+
+    ``first``: how many processes come before its own; ``begin``: ms that all its times are shifted by; ``arrows``:
+    numbers for arrows.
+    """
 
     problem: Problem
-    first_process: int
+    first: int
     name: str
     begin: float
+    arrows: Iterator[int]
+
+    def process(self, device: int) -> int:
+        return _PLACES * (1 + self.first + device)
+
+    def ns(self, time: float) -> int:
+        """Nanoseconds on the clock of the file."""
+        return round(1e6 * (time + self.begin))
 
 
 def text_of(plan: Plan, trace: Trace | None = None) -> str:
     """The JSON text of a plan, and of a run of it beside the plan: both begin at 0, the steps of a run follow."""
-    problem = plan.problem
-    own = _Track(problem, 0, "plan", -float(plan.ops.start.min(initial=0.0)))
+    problem, arrows = plan.problem, itertools.count(1)
+    own = _Track(problem, 0, "plan", -float(plan.ops.start.min(initial=0.0)), arrows)
     events = [*_processes(own, with_waits=False), *_ops(own, plan.ops)]
     for device in range(problem.num_devices):
-        events += _memory(own, device, *memory.curve(problem, plan.ops, device))
+        events += _counter(own, device, "memory", *memory.curve(problem, plan.ops, device))
     if trace is not None:
-        events += _processes(_Track(problem, problem.num_devices, "run", 0.0), with_waits=True)
+        run = _Track(problem, problem.num_devices, "run", 0.0, arrows)
+        events += _processes(run, with_waits=True)
         for step in trace.steps:
-            events += _step(_Track(problem, problem.num_devices, "run", step.begin_ms), step)
+            events += _step(run._replace(begin=step.begin_ms), step)
     value = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"problem": problem.name}}
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
@@ -51,70 +85,74 @@ def text_of(plan: Plan, trace: Trace | None = None) -> str:
 def _processes(track: _Track, *, with_waits: bool) -> Iterator[Event]:
     """Names, and the order on the screen: a device of the plan, the same of the run, the next device."""
     for device in range(track.problem.num_devices):
-        process = track.first_process + device
+        process = track.process(device)
         stages = ", ".join(map(str, track.problem.stages_of[device]))
         name = f"{track.name}: device {device} (stage {stages})"
         yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
-        place = 2 * device + (track.first_process > 0)
+        place = 2 * device + (track.first > 0)
         yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": place}}
         for thread, text in _THREADS.items():
             if thread != _WAITS or with_waits:
-                yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": text}}
+                where = {"ph": "M", "pid": process, "tid": process + thread}
+                yield {**where, "name": "thread_name", "args": {"name": text}}
+                yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
 def _ops(track: _Track, ops: Ops) -> Iterator[Event]:
     """A slice an op, and an arrow for each message between devices."""
-    device = semantics.device_of(track.problem, ops)
-    columns = (ops.kind, ops.stage, ops.microbatch, ops.start, ops.end, device)
-    for kind, stage, microbatch, start, end, number in zip(*(column.tolist() for column in columns), strict=True):
+    device = semantics.device_of(track.problem, ops).tolist()
+    threads = [_thread(kind) for kind in ops.kind.tolist()]
+    spans = _spans(track, ops, list(zip(device, threads, strict=True)))
+    where = [{"pid": track.process(d), "tid": track.process(d) + t} for d, t in zip(device, threads, strict=True)]
+    for op, place, (start, end) in zip(ops, where, spans, strict=True):
         yield {
             "ph": "X",
-            "pid": track.first_process + number,
-            "tid": _thread(kind),
-            "name": f"{Kind(kind).name}({stage},{microbatch})",
-            "cat": draw.MEANING[Kind(kind)],
-            "ts": _us(start + track.begin),
+            **place,
+            "name": op.label,
+            "cat": draw.MEANING[op.kind],
+            "cname": _COLOURS[op.kind],
+            "ts": _us(start),
             "dur": _us(end - start),
-            "args": {"stage": stage, "microbatch": microbatch},
+            "args": {"stage": op.stage, "microbatch": op.microbatch},
         }
     edges = semantics.dependencies(track.problem, ops)
     for before, after in zip(edges.before.tolist(), edges.after.tolist(), strict=True):
         if device[before] == device[after]:
             continue
-        label = f"{track.name} {track.begin:g} {before}>{after}"
-        for phase, op, time in (("s", before, ops.end[before]), ("f", after, ops.start[after])):
-            yield {
-                "ph": phase,
-                "id": label,
-                "pid": track.first_process + int(device[op]),
-                "tid": _thread(int(ops.kind[op])),
-                "name": "message",
-                "cat": "message",
-                "ts": _us(float(time) + track.begin),
-                # An arrow ends at the slice that begins here, and begins in the one that ends here.
-                **({"bp": "e"} if phase == "f" else {}),
-            }
+        arrow = {"id": next(track.arrows), "name": "message", "cat": "message"}
+        sent = max(spans[before][1] - 1, spans[before][0])
+        taken = max(min(spans[after][0] + 1, spans[after][1]), sent)
+        yield {"ph": "s", **arrow, **where[before], "ts": _us(sent)}
+        yield {"ph": "f", "bp": "e", **arrow, **where[after], "ts": _us(taken)}
+
+
+def _spans(track: _Track, ops: Ops, lanes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Start and end of each op, ns; ops of a lane that overlap by what counts as one instant do not here."""
+    spans = [(track.ns(start), track.ns(end)) for start, end in zip(ops.start.tolist(), ops.end.tolist(), strict=True)]
+    slack = 1 + math.ceil(1e6 * semantics.tolerance(ops))
+    free: dict[tuple[int, int], int] = {}
+    for op in semantics.rank(ops).tolist():
+        start, end = spans[op]
+        if 0 < free.get(lanes[op], start) - start <= slack:
+            start = free[lanes[op]]
+        spans[op] = start, max(start, end)
+        free[lanes[op]] = spans[op][1]
+    return spans
 
 
 def _thread(kind: int) -> int:
     return {Kind.O: _OUT, Kind.R: _BACK}.get(Kind(kind), _COMPUTE)
 
 
-def _memory(track: _Track, device: int, times: Floats, levels: Ints) -> Iterator[Event]:
-    """The counter of a device: of several levels at one instant the highest, then the last."""
-    if not len(times):
-        return
-    for instant in np.unique(times).tolist():
-        low, high = np.searchsorted(times, instant, "left"), np.searchsorted(times, instant, "right")
+def _counter(track: _Track, device: int, name: str, times: Floats, levels: Ints) -> Iterator[Event]:
+    """Bytes of a device over time: of several levels at one instant the highest, then the last."""
+    at = np.array([track.ns(time) for time in times.tolist()], np.int64)
+    for instant in np.unique(at).tolist():
+        low, high = np.searchsorted(at, instant, "left"), np.searchsorted(at, instant, "right")
         here = levels[low:high]
         for level in dict.fromkeys((int(here.max()), int(here[-1]))):
-            yield {
-                "ph": "C",
-                "pid": track.first_process + device,
-                "name": "memory",
-                "ts": _us(instant + track.begin),
-                "args": {"bytes": level},
-            }
+            where = {"ph": "C", "pid": track.process(device), "name": name}
+            yield {**where, "ts": _us(instant), "args": {"bytes": level}}
 
 
 def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
@@ -122,26 +160,30 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
     yield from _ops(track, step.ops)
     device = semantics.device_of(track.problem, step.ops)
     for op in np.flatnonzero(step.ops.is_compute).tolist():
-        message, transfer = float(step.message_wait_ms[op]), float(step.memory_wait_ms[op])
-        start = float(step.ops.start[op])
+        message, transfer = (round(1e6 * float(waits[op])) for waits in (step.message_wait_ms, step.memory_wait_ms))
+        start = track.ns(float(step.ops.start[op]))
         for name, begin, length in (
-            ("waits for memory or a reload", start - message - transfer, transfer),
+            # A nanosecond apart: sums of fractions in chrome://tracing would have one wait reach into the other.
+            ("waits for memory or a reload", start - message - transfer, transfer - 1),
             ("waits for a message", start - message, message),
         ):
             if length > 0:
+                process = track.process(int(device[op]))
                 yield {
                     "ph": "X",
-                    "pid": track.first_process + int(device[op]),
-                    "tid": _WAITS,
+                    "pid": process,
+                    "tid": process + _WAITS,
                     "name": name,
                     "cat": "wait",
-                    "ts": _us(begin + track.begin),
+                    "ts": _us(begin),
                     "dur": _us(length),
                     "args": {"op": step.ops[op].label},
                 }
     for number in range(track.problem.num_devices):
-        yield from _memory(track, number, *step.held(track.problem, number))
+        yield from _counter(track, number, "memory", *step.held(track.problem, number))
 
 
-def _us(time: float) -> float:
-    return round(1e3 * time, 3)
+def _us(ns: int) -> float:
+    """Microseconds, such that a reader who cuts off below a nanosecond finds this one."""
+    time = ns / 1e3
+    return time if int(time * 1e3) == ns else math.nextafter(time, math.inf)
