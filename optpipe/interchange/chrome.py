@@ -33,6 +33,8 @@ _COMPUTE, _OUT, _BACK, _WAITS = 1, 2, 3, 4
 _THREADS = {_COMPUTE: "compute", _OUT: "offload (d2h)", _BACK: "reload (h2d)", _WAITS: "waits"}
 #: Between the numbers of two processes; a process's threads are the numbers that follow its own.
 _PLACES = 10
+#: ns. To look whether something is there takes as long, and chrome://tracing cannot show it.
+_SHORTEST_WAIT = 1000
 #: A colour for each kind among those that chrome://tracing has; Perfetto makes its own of the names.
 _COLOURS = {
     Kind.F: "rail_response",
@@ -163,11 +165,10 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
         message, transfer = (round(1e6 * float(waits[op])) for waits in (step.message_wait_ms, step.memory_wait_ms))
         start = track.ns(float(step.ops.start[op]))
         for name, begin, length in (
-            # A nanosecond apart: sums of fractions in chrome://tracing would have one wait reach into the other.
-            ("waits for memory or a reload", start - message - transfer, transfer - 1),
+            ("waits for memory or a reload", start - message - transfer, transfer),
             ("waits for a message", start - message, message),
         ):
-            if length > 0:
+            if length >= _SHORTEST_WAIT:
                 process = track.process(int(device[op]))
                 yield {
                     "ph": "X",
