@@ -19,8 +19,8 @@ from optpipe import files, semantics
 from optpipe.errors import InputError
 from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.plan import Plan
-from optpipe.problem import Problem
 from solver.cache.normal import Normal, vector
+from solver.microbatches import Outline, shares
 
 FORMAT, VERSION = "optpipe-schedule", 1
 
@@ -70,30 +70,6 @@ class Entry:
     vector: Floats
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The ops of an entry: columns of equal length n, times in units of the reference.
-
-    ``share``: float64 (n,), the part of ``offloadable_bytes`` that a transfer moves; 1 for all others.
-    """
-
-    stages: int
-    microbatches: int
-    kind: Ints
-    stage: Ints
-    microbatch: Ints
-    start: Floats
-    end: Floats
-    share: Floats
-
-    def ops(self, problem: Problem, unit: float) -> Ops:
-        """The ops with times in ms (not yet those of ``problem``) and sizes for ``problem``."""
-        whole = np.array([stage.offloadable_bytes for stage in problem.stages], np.int64)[self.stage]
-        part = np.clip(np.rint(self.share * whole), 1, np.maximum(whole, 1)).astype(np.int64)
-        moved = np.where(self.share < 1.0, part, -1)
-        return Ops.columns(self.kind, self.stage, self.microbatch, self.start * unit, self.end * unit, moved)
-
-
 def text_of(plan: Plan, normal: Normal, objective: str) -> str:
     """The file of a plan."""
     problem, ops, unit = plan.problem, plan.sorted().ops, normal.reference_ms
@@ -121,15 +97,9 @@ def text_of(plan: Plan, normal: Normal, objective: str) -> str:
         "end": np.round(ops.end / unit, 9).tolist(),
     }
     if (ops.bytes >= 0).any():
-        columns["share"] = np.round(_shares(problem, ops), 9).tolist()
+        columns["share"] = np.round(shares(problem, ops), 9).tolist()
     first = json.dumps(head, allow_nan=False)
     return f"{first[:-1]},\n{json.dumps({'ops': columns}, allow_nan=False)[1:]}\n"
-
-
-def _shares(problem: Problem, ops: Ops) -> Floats:
-    whole = np.array([stage.offloadable_bytes for stage in problem.stages], np.float64)[ops.stage]
-    part = (ops.bytes >= 0) & ~ops.is_compute & (whole > 0)
-    return np.divide(ops.bytes, whole, out=np.ones(len(ops)), where=part)
 
 
 def _order_digest(ops: Ops) -> str:
@@ -163,7 +133,7 @@ def read_head(path: Path) -> Entry | None:
         return None
 
 
-def read_ops(entry: Entry) -> Stored | None:
+def read_ops(entry: Entry) -> Outline | None:
     """The ops of an entry; None where the file is gone or broken, or names ops that its problem does not have."""
     if entry.size > _LARGEST:
         return None
@@ -177,7 +147,7 @@ def read_ops(entry: Entry) -> Stored | None:
             return None
         if stage.max() >= entry.stages or microbatch.max() >= entry.microbatches:
             return None
-        return Stored(entry.stages, entry.microbatches, kind, stage, microbatch, start, end, share)
+        return Outline(entry.stages, entry.microbatches, kind, stage, microbatch, start, end, share)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError, InputError):
         return None
 

@@ -21,11 +21,11 @@ from optpipe.ops import Kind, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.verify import verify
-from solver.cache.adapt import repaired, retimed
+from solver.adapt import repaired, retimed
 from solver.cache.entry import Entry, read_head, read_ops, text_of
-from solver.cache.microbatches import with_microbatches
 from solver.cache.normal import Normal, distances, normalise, vector
 from solver.folder import default_folder
+from solver.microbatches import with_microbatches
 from solver.tables import tables
 
 #: Stored microbatch counts differ from the problem's by so many at most.

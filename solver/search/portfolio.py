@@ -15,6 +15,7 @@ from solver.policy import Policy
 from solver.search.around import search_around
 from solver.search.rules import best_of, search_rules
 from solver.search.shares import with_best_shares
+from solver.search.siblings import sibling, stretched
 from solver.search.stages import Genome, search_stages
 from solver.search.windows import search_windows
 
@@ -76,15 +77,23 @@ class Portfolio:
     def _line(self) -> Line:
         """A new line."""
         incumbent, rng = self.incumbent, random.Random(self.rng.getrandbits(64))
-        offloads = any(incumbent.problem.can_offload(s) for s in range(incumbent.problem.num_stages))
         self.lines += 1
-        if self.lines % 2 or not offloads or incumbent.options.objective != "makespan":
+        problem = self._other_problem(rng) if incumbent.options.objective == "makespan" else None
+        if problem is None:
             return Line(incumbent.line(self.first), rng)
-        problem = twin(incumbent.problem, rng)
         bound = lower_bound(problem, incumbent.options.objective)
         other = Incumbent(problem, incumbent.options, bound, begin=incumbent.begin, facts={})
         other.offer(ada_offload(problem), "ada-offload")
         return Line(other, rng, home=incumbent)
+
+    def _other_problem(self, rng: random.Random) -> Problem | None:
+        """What a new line searches on: a sibling of the problem, a twin, or (None) the problem itself."""
+        problem = self.incumbent.problem
+        offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
+        few = sibling(problem, rng) if self.lines % 3 == 2 else None
+        if offloads and (self.lines % 3 == 0 or (few is not None and rng.random() < 0.5)):
+            return twin(few or problem, rng)
+        return few
 
 
 def twin(problem: Problem, rng: random.Random) -> Problem:
@@ -146,27 +155,53 @@ class Line:
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
         if self.home is None:
             self.value = min(self.value, incumbent.value)
-        self.value = min(self.value, self._with_other_shares(around, end))
+        self.value = min(self.value, self._at_home(around, end))
         self.rounds += 1
 
-    def _with_other_shares(self, runs: int, end: float) -> float:
-        """What each transfer of the best schedule should move, and a search around that; the best objective. (The other
-        searches want the transfers of a stage alike, so this line's own schedule stays as it is.)"""
-        incumbent, ops = self.incumbent, self.incumbent.ops
+    def _at_home(self, runs: int, end: float) -> float:
+        """What the best schedule is worth for the problem itself; the best objective.
+
+        It then has other shares, and is searched around. (The other searches want the transfers of a stage alike, so
+        this line's own schedule stays as it is.)
+        """
+        incumbent = self.incumbent
         home = self.home or incumbent.parent or incumbent
-        if ops is None or home.at_bound or ops.is_compute.all() or len(ops) > _SHARED:
+        if incumbent.ops is None or home.at_bound or incumbent.options.objective != "makespan":
             return float("inf")
-        if incumbent.options.objective != "makespan":
-            return float("inf")
-        apart = home.line(ops if self.home is None else earliest(home.problem, ops))
-        for turn in range(2):
-            if apart.ops is None or apart.at_bound or incumbent.seconds >= end:
-                break
-            found = with_best_shares(home.problem, apart.ops, seconds=end - incumbent.seconds)
-            apart.offer(found, "shares")
-            if turn == 0:
-                search_around(apart, self.rng, runs=runs, seconds=end - incumbent.seconds)
+        apart = home.line(None)
+        few = incumbent.problem.num_microbatches
+        if self.home is None:
+            apart.offer(incumbent.ops, incumbent.source)
+        elif few == home.problem.num_microbatches:
+            apart.offer(earliest(home.problem, incumbent.ops), "twin")
+        else:
+            small = self._sibling(home.problem.model_copy(update={"num_microbatches": few}))
+            self._reshare(small, runs, end)
+            left = end - incumbent.seconds
+            if small.ops is not None and left > 0:
+                for ops in stretched(home.problem, small.problem, small.ops, below=self.value, seconds=left):
+                    apart.offer(ops, "sibling")
+        self._reshare(apart, runs, end)
         return apart.value
+
+    def _sibling(self, problem: Problem) -> Incumbent:
+        """The line's best schedule for a sibling of the problem, whose twin may be what the line is on."""
+        bound = lower_bound(problem, self.incumbent.options.objective)
+        small = Incumbent(problem, self.incumbent.options, bound, begin=self.incumbent.begin, facts={})
+        assert self.incumbent.ops is not None
+        small.offer(earliest(problem, self.incumbent.ops), "sibling")
+        return small
+
+    def _reshare(self, best: Incumbent, runs: int, end: float) -> None:
+        """Shares of the transfers, and a search around, in turns."""
+        for turn in range(2):
+            if best.ops is None or best.at_bound or best.seconds >= end or len(best.ops) > _SHARED:
+                return
+            if best.ops.is_compute.all():
+                return
+            best.offer(with_best_shares(best.problem, best.ops, seconds=end - best.seconds), "shares")
+            if turn == 0:
+                search_around(best, self.rng, runs=runs, seconds=end - best.seconds)
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""

@@ -49,6 +49,20 @@ def with_best_shares(problem: Problem, ops: Ops, *, seconds: float) -> Ops:
     return best
 
 
+def with_fitting_shares(problem: Problem, ops: Ops, *, seconds: float) -> Ops | None:
+    """The orders with as much moved as makes them fit the memory, as short as they then are; None where nothing does.
+
+    Parameters
+    ----------
+    problem, ops
+        Orders that may need more memory than there is, but break no other rule.
+    seconds
+        Time limit.
+    """
+    shares = _Program(problem, ops).shares(seconds)
+    return None if shares is None else _moving(problem, ops, shares)
+
+
 def with_least_moved(problem: Problem, ops: Ops, *, seconds: float) -> Ops:
     """The schedule as long as it is, moving as little as its orders allow; ``ops`` where nothing less was found.
 

@@ -10,8 +10,8 @@ import numpy as np
 from optpipe import timing
 from optpipe.ops import Ops
 from optpipe.problem import Problem
+from solver.keys import keys_of, rule_of
 from solver.list_scheduler import KEEP, ON_DEMAND, RECOMPUTE, Rule, run, to_ops
-from solver.search.around import keys_of, rule_of
 from solver.tables import Tables
 
 

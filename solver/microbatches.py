@@ -1,4 +1,4 @@
-"""A stored schedule with a few microbatches more or less, cut in its steady middle.
+"""A schedule with a few microbatches more or less, cut in its steady middle.
 
 In the steady phase a schedule repeats itself every period, one microbatch later. So all that starts after an instant
 may be done once more, a period later and with the next microbatch, and the pattern goes on; or one period may be left
@@ -12,32 +12,80 @@ The result is an order, to be timed and checked: near the cut it need not be wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.ops import NUM_KINDS, Bools, Floats, Ints, Kind
-from solver.cache.entry import Stored
+from optpipe.ops import NUM_KINDS, Bools, Floats, Ints, Kind, Ops
+from optpipe.problem import Problem
 
 #: Where to cut, as parts of the makespan: each gives a schedule of its own.
-_CUTS = (0.5, 0.4, 0.6)
+CUTS = (0.5, 0.4, 0.6)
 
 
-def with_microbatches(stored: Stored, m: int) -> Iterator[Stored]:
-    """The stored schedule with m microbatches: itself where it has them, else one for each place to cut."""
-    if stored.microbatches == m:
-        yield stored
+@dataclass(frozen=True)
+class Outline:
+    """A schedule apart from its problem: columns of equal length n, in any unit of time.
+
+    ``share``: float64 (n,), the part of ``offloadable_bytes`` that a transfer moves; 1 for all others.
+    """
+
+    stages: int
+    microbatches: int
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    start: Floats
+    end: Floats
+    share: Floats
+
+    @classmethod
+    def of(cls, problem: Problem, ops: Ops) -> Outline:
+        """Of a schedule, with times in ms."""
+        size = problem.num_stages, problem.num_microbatches
+        return cls(*size, ops.kind, ops.stage, ops.microbatch, ops.start, ops.end, shares(problem, ops))
+
+    def ops(self, problem: Problem, unit: float = 1.0) -> Ops:
+        """The ops with times in ms (not yet those of ``problem``) and sizes for ``problem``."""
+        whole = np.array([stage.offloadable_bytes for stage in problem.stages], np.int64)[self.stage]
+        part = np.clip(np.rint(self.share * whole), 1, np.maximum(whole, 1)).astype(np.int64)
+        moved = np.where(self.share < 1.0, part, -1)
+        return Ops.columns(self.kind, self.stage, self.microbatch, self.start * unit, self.end * unit, moved)
+
+
+def shares(problem: Problem, ops: Ops) -> Floats:
+    """float64 (n,): the part of ``offloadable_bytes`` that each transfer moves; 1 for all others."""
+    whole = np.array([stage.offloadable_bytes for stage in problem.stages], np.float64)[ops.stage]
+    part = (ops.bytes >= 0) & ~ops.is_compute & (whole > 0)
+    return np.divide(ops.bytes, whole, out=np.ones(len(ops)), where=part)
+
+
+def with_microbatches(outline: Outline, m: int, *, cuts: Sequence[float] = CUTS, block: int = 1) -> Iterator[Outline]:
+    """The schedule with m microbatches: itself where it has them, else one for each place to cut.
+
+    Parameters
+    ----------
+    outline, m
+        A schedule, and how many microbatches it is to have.
+    cuts
+        Where to cut, as parts of the makespan.
+    block
+        So many microbatches at a time are done once more: a steady phase may repeat itself every few of them only.
+    """
+    if outline.microbatches == m:
+        yield outline
         return
-    for part in _CUTS:
-        grid = _grid(stored)
+    for part in cuts:
+        grid = _grid(outline)
         if not _is_complete(grid):
             return
         while grid.microbatches < m:
-            grid = _recut(grid, part, 1)
+            grid = _recut(grid, part, min(block, grid.microbatches, m - grid.microbatches))
         while grid.microbatches > m:
             grid = _recut(grid, part, -1)
-        yield _stored(grid)
+        yield _outline(grid)
 
 
 class _Grid(NamedTuple):
@@ -71,14 +119,14 @@ class _Shift(NamedTuple):
         return np.take_along_axis(table, self.source, axis=1) + self.later
 
 
-def _grid(stored: Stored) -> _Grid:
-    shape = (NUM_KINDS, stored.stages, stored.microbatches)
+def _grid(outline: Outline) -> _Grid:
+    shape = (NUM_KINDS, outline.stages, outline.microbatches)
     start, length, share = np.full(shape, np.nan), np.zeros(shape[:2]), np.ones(shape[1:])
-    start[stored.kind, stored.stage, stored.microbatch] = stored.start
-    took = (stored.end - stored.start) / np.maximum(stored.share, 1e-9)
-    np.maximum.at(length, (stored.kind, stored.stage), took)
-    out = stored.kind == Kind.O
-    share[stored.stage[out], stored.microbatch[out]] = stored.share[out]
+    start[outline.kind, outline.stage, outline.microbatch] = outline.start
+    took = (outline.end - outline.start) / np.maximum(outline.share, 1e-9)
+    np.maximum.at(length, (outline.kind, outline.stage), took)
+    out = outline.kind == Kind.O
+    share[outline.stage[out], outline.microbatch[out]] = outline.share[out]
     return _Grid(start, length, share)
 
 
@@ -86,18 +134,18 @@ def _is_complete(grid: _Grid) -> bool:
     return bool(np.isfinite(grid.start[Kind.F]).all() and np.isfinite(grid.backward).all())
 
 
-def _stored(grid: _Grid) -> Stored:
+def _outline(grid: _Grid) -> Outline:
     kind, stage, microbatch = np.nonzero(np.isfinite(grid.start))
     start = grid.start[kind, stage, microbatch]
     start -= start.min()
     moves = (kind == Kind.O) | (kind == Kind.R)
     share = np.where(moves, grid.share[stage, microbatch], 1.0)
     end = start + grid.length[kind, stage] * share
-    return Stored(grid.share.shape[0], grid.microbatches, kind, stage, microbatch, start, end, share)
+    return Outline(grid.share.shape[0], grid.microbatches, kind, stage, microbatch, start, end, share)
 
 
 def _recut(grid: _Grid, part: float, step: int) -> _Grid:
-    """The schedule with one microbatch more (``step`` 1) or less (-1)."""
+    """The schedule with ``step`` microbatches more, or one less (-1)."""
     first, last = np.nanmin(grid.start), np.nanmax(grid.start)
     instant, period = first + part * (last - first), _period(grid)
     forward = _shift(grid.start[Kind.F], instant, period, step)
@@ -132,6 +180,7 @@ def _shift(start: Floats, instant: float, period: float, step: int) -> _Shift:
     stages, m = start.shape
     later: Bools = np.nan_to_num(start, nan=-np.inf) >= instant
     cut = np.where(later.any(axis=1), later.argmax(axis=1), m - 1)[:, None]
+    cut = np.maximum(cut, step - 1)  # what is done once more is there
     new = np.broadcast_to(np.arange(m + step), (stages, m + step))
     moved = new > cut if step > 0 else new >= cut
     return _Shift(np.where(moved, new - step, new), np.where(moved, period * step, 0.0))
