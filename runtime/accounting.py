@@ -26,8 +26,6 @@ import threading
 import torch
 from torch import Tensor
 
-_ACTIVATION, _MESSAGE = 0, 1
-
 
 class Ledger:
     """Counts held storages. Safe to use from several threads.
@@ -43,73 +41,97 @@ class Ledger:
     def __init__(self) -> None:
         # Reentrant: a garbage collection inside may drop saved tensors, which release their holds.
         self._lock = threading.RLock()
-        self._holders: dict[int, list[int]] = {}  # storage -> [activation holders, message holders]
+        # Holders of each storage; where there are both, it counts as activation.
+        self._activations: dict[int, int] = {}
+        self._messages: dict[int, int] = {}
         self.activation_bytes = self.message_bytes = 0
         self.activation_peak = self.message_peak = 0
 
     def hold(self, tensor: Tensor, *, message: bool = False) -> Hold:
         """Count the storage of ``tensor`` until the hold is released; the hold keeps it alive."""
-        return Hold(self, tensor.untyped_storage(), _MESSAGE if message else _ACTIVATION)
+        storage = tensor.untyped_storage()
+        return Hold(self, storage, storage._cdata, message=message)
 
     def holders(self, storage: torch.UntypedStorage) -> int:
         """How many holds this storage has."""
+        key = storage._cdata
         with self._lock:
-            return sum(self._holders.get(storage._cdata, (0, 0)))
+            return self._activations.get(key, 0) + self._messages.get(key, 0)
 
     def reset_peaks(self) -> None:
         """Start the peaks anew, from what is held now."""
         with self._lock:
             self.activation_peak, self.message_peak = self.activation_bytes, self.message_bytes
 
-    def _change(self, storage: torch.UntypedStorage, drop: int | None, add: int | None) -> None:
-        """One holder less and one more of the given classes, as one change: no level in between is seen."""
-        key = storage._cdata
+    def take_peak(self) -> tuple[int, int]:
+        """Activation bytes now, and the most since the last call; the peak starts anew from now."""
         with self._lock:
-            counts = self._holders.get(key)
-            if counts is None:
-                assert drop is None and add is not None
-                self._holders[key] = [int(add == _ACTIVATION), int(add == _MESSAGE)]
-                self._level(add, storage.nbytes())
+            peak, self.activation_peak = self.activation_peak, self.activation_bytes
+            return self.activation_bytes, peak
+
+    # Every tensor that autograd saves comes by here: it has to be quick.
+
+    def _add(self, key: int, nbytes: int) -> None:
+        """One activation holder more."""
+        with self._lock:
+            before = self._activations.get(key, 0)
+            self._activations[key] = before + 1
+            if before == 0:
+                if key in self._messages:
+                    self.message_bytes -= nbytes
+                self.activation_bytes += nbytes
+                if self.activation_bytes > self.activation_peak:
+                    self.activation_peak = self.activation_bytes
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        """One activation holder less."""
+        with self._lock:
+            left = self._activations[key] - 1
+            if left:
+                self._activations[key] = left
                 return
-            before = _class_of(counts)
-            if drop is not None:
-                counts[drop] -= 1
-            if add is not None:
-                counts[add] += 1
-            after = _class_of(counts)
-            if after is None:
-                del self._holders[key]
-            if after == before:
+            del self._activations[key]
+            self.activation_bytes -= nbytes
+            if key in self._messages:
+                self._more_messages(nbytes)
+
+    def _add_message(self, key: int, nbytes: int) -> None:
+        """One message holder more."""
+        with self._lock:
+            before = self._messages.get(key, 0)
+            self._messages[key] = before + 1
+            if before == 0 and key not in self._activations:
+                self._more_messages(nbytes)
+
+    def _drop_message(self, key: int, nbytes: int) -> None:
+        """One message holder less."""
+        with self._lock:
+            left = self._messages[key] - 1
+            if left:
+                self._messages[key] = left
                 return
-            size = storage.nbytes()
-            if before is not None:
-                self._level(before, -size)
-            if after is not None:
-                self._level(after, size)
+            del self._messages[key]
+            if key not in self._activations:
+                self.message_bytes -= nbytes
 
-    def _level(self, which: int, delta: int) -> None:
-        if which == _ACTIVATION:
-            self.activation_bytes += delta
-            self.activation_peak = max(self.activation_peak, self.activation_bytes)
-        else:
-            self.message_bytes += delta
-            self.message_peak = max(self.message_peak, self.message_bytes)
-
-
-def _class_of(counts: list[int]) -> int | None:
-    return _ACTIVATION if counts[_ACTIVATION] else _MESSAGE if counts[_MESSAGE] else None
+    def _more_messages(self, nbytes: int) -> None:
+        self.message_bytes += nbytes
+        self.message_peak = max(self.message_peak, self.message_bytes)
 
 
 class Hold:
     """One holder of a storage: it is counted, and kept alive, until ``release``."""
 
-    __slots__ = ("_class", "_ledger", "_storage", "nbytes")
+    __slots__ = ("_key", "_ledger", "_message", "_storage", "nbytes")
 
-    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage, which: int) -> None:
-        self._ledger, self._class = ledger, which
+    def __init__(self, ledger: Ledger, storage: torch.UntypedStorage, key: int, *, message: bool = False) -> None:
+        self._ledger, self._key, self._message = ledger, key, message
         self._storage: torch.UntypedStorage | None = storage
-        self.nbytes = storage.nbytes()
-        ledger._change(storage, None, which)
+        self.nbytes: int = storage.nbytes()
+        if message:
+            ledger._add_message(key, self.nbytes)
+        else:
+            ledger._add(key, self.nbytes)
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -118,22 +140,40 @@ class Hold:
 
     def as_activation(self) -> Hold:
         """Count it as activation bytes from now on."""
-        return self._become(_ACTIVATION)
+        if self._message:
+            self._message = False
+            # In this order, under one lock, no level in between is seen.
+            with self._ledger._lock:
+                self._ledger._add(self._key, self.nbytes)
+                self._ledger._drop_message(self._key, self.nbytes)
+        return self
 
     def as_message(self) -> Hold:
         """Count it as message bytes from now on."""
-        return self._become(_MESSAGE)
-
-    def _become(self, which: int) -> Hold:
-        self._ledger._change(self.storage, self._class, which)
-        self._class = which
+        if not self._message:
+            self._message = True
+            with self._ledger._lock:
+                self._ledger._add_message(self._key, self.nbytes)
+                self._ledger._drop(self._key, self.nbytes)
         return self
+
+    def split_off(self) -> Hold:
+        """Give the hold to an object of its own: what is left here holds nothing."""
+        other = Hold.__new__(Hold)
+        other._ledger, other._key, other._message = self._ledger, self._key, self._message
+        other.nbytes = self.nbytes
+        other._storage, self._storage = self._storage, None
+        return other
 
     def release(self) -> None:
         """Hold it no more. Twice does no harm."""
         storage, self._storage = self._storage, None
         if storage is not None:
-            self._ledger._change(storage, self._class, None)
+            if self._message:
+                self._ledger._drop_message(self._key, self.nbytes)
+            else:
+                self._ledger._drop(self._key, self.nbytes)
 
     def __del__(self) -> None:
-        self.release()
+        if self._storage is not None:
+            self.release()

@@ -23,6 +23,7 @@ from optpipe.verify import verify
 from runtime import checks, host_layout
 from runtime import program as programs
 from runtime.accounting import Ledger
+from runtime.allocator import keep_freed_memory
 from runtime.boundary import Boundary, TensorSpec, most_bytes
 from runtime.channel import copy_lane
 from runtime.connect import connect
@@ -95,6 +96,8 @@ class Executor:
         if violations := verify(problem, plan.ops):
             raise InputError("", "ops", f"{violations[0]}, expected a valid plan")
         self.plan, self.device = plan, checks.with_index(torch.device(device))
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._ranks = list(range(problem.num_devices)) if ranks is None else list(ranks)
         self._number = checks.own_device(self._ranks)
         self._boundaries = list(boundaries)

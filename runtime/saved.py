@@ -33,6 +33,8 @@ from runtime.host_memory import HostMemory
 #: A view this many times smaller than its storage is copied when it is saved, so that it does not pin the whole.
 COMPACT_RATIO = 8
 
+_STRIDED = torch.strided
+
 
 #: Storages on the device to their entries, weakly: handles own the entries. (A ``WeakValueDictionary`` takes longer.)
 _Table = dict[int, "weakref.ref[_Entry]"]
@@ -45,59 +47,84 @@ class _Geometry(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Entry:
-    """One storage: ``hold`` while it is on the device, ``host`` while it is not; ``moving`` while neither is whole."""
+class _Entry(Hold):
+    """One storage: held while it is on the device, ``host`` while it is not; ``moving`` while neither is whole.
 
-    __slots__ = ("__weakref__", "hold", "host", "key", "moving", "names", "nbytes", "pool", "table", "versions")
+    It serves as the handle of the first tensor that is saved over it, number 0; most storages have no other.
+    """
 
-    def __init__(self, hold: Hold, pool: HostMemory, table: _Table) -> None:
-        self.hold: Hold | None = hold
+    __slots__ = ("__weakref__", "_host_memory", "_table", "host", "moving", "names", "versions")
+
+    def __init__(self, saved: Saved, storage: torch.UntypedStorage, key: int, tensor: Tensor) -> None:
+        super().__init__(saved._ledger, storage, key)
+        self._host_memory, self._table = saved._pool, saved._table
+        self._table[key] = weakref.ref(self)
         self.host: Tensor | None = None
         self.moving = False
-        self.nbytes = hold.nbytes
-        self.pool, self.table, self.key = pool, table, hold.storage._cdata
-        table[self.key] = weakref.ref(self)
         # What was saved: aliases, which share the version counter, and their versions then. Geometry once it has moved.
-        self.names: list[Tensor | _Geometry] = []
-        self.versions: list[int] = []
+        self.names: list[Tensor | _Geometry] = [tensor.detach()]
+        self.versions = [tensor._version]
 
-    def add(self, tensor: Tensor) -> int:
-        """Another tensor over this storage; its number."""
+    def add(self, tensor: Tensor) -> _Handle:
+        """Another tensor over this storage."""
         self.names.append(tensor.detach())
         self.versions.append(tensor._version)
-        return len(self.names) - 1
+        return _Handle(self, len(self.names) - 1)
 
     def tensor(self, number: int) -> Tensor:
-        """The tensor with this number, as it was saved."""
+        """The tensor with this number, as it was saved.
+
+        Raises
+        ------
+        RunFailed
+            It is on the host, or it was changed in place since it was saved.
+        """
         name = self.names[number]
-        if isinstance(name, Tensor):
+        if isinstance(name, Tensor):  # then it has not moved
             if name._version != self.versions[number]:
                 raise RunFailed("a tensor that the backward needs was changed in place after it was saved")
             return name
-        assert self.hold is not None
-        view = torch.empty(0, dtype=name.dtype, device=self.hold.storage.device)
-        return view.set_(self.hold.storage, name.offset, name.size, name.stride)
+        if self._storage is None or self.moving:
+            raise RunFailed("a saved activation is used while it is offloaded: its reload has not ended")
+        view = torch.empty(0, dtype=name.dtype, device=self.storage.device)
+        return view.set_(self.storage, name.offset, name.size, name.stride)
 
-    def forget_aliases(self) -> None:
-        """Keep geometry in place of aliases: they would keep the storage alive."""
+    def leave(self) -> Hold:
+        """Out to the host, into ``host``: the hold on the device's memory, to be released once the copy is done."""
         for number, name in enumerate(self.names):
             if isinstance(name, Tensor):
                 self.tensor(number)  # it has to be as it was saved
+                # Geometry in place of aliases: they would keep the storage alive.
                 self.names[number] = _Geometry(name.dtype, int(name.storage_offset()), name.size(), name.stride())
+        self.host = self._host_memory.take(self.nbytes)
+        self.moving = True
+        del self._table[self._key]
+        return self.split_off()
+
+    def come_back(self, ledger: Ledger, target: Tensor) -> None:
+        """Back to the device, into the memory of ``target``, which is held from now on."""
+        storage = target.untyped_storage()
+        super().__init__(ledger, storage, storage._cdata)
+        self._table[self._key] = weakref.ref(self)
+
+    def arrived(self) -> None:
+        """The copy back is done."""
+        host, self.host, self.moving = self.host, None, False
+        assert host is not None
+        self._host_memory.give(host)
 
     def __del__(self) -> None:
-        known = self.table.get(self.key)
+        known = self._table.get(self._key)
         # In a cycle of garbage the hold may have gone before, and another storage may be at the same address now.
         if known is not None and known() in (self, None):
-            del self.table[self.key]
-        if self.hold is not None:
-            self.hold.release()
+            del self._table[self._key]
+        self.release()
         if self.host is not None:
-            self.pool.give(self.host)
+            self._host_memory.give(self.host)
 
 
 class _Handle:
-    """A saved tensor: a number in its entry."""
+    """A saved tensor that is not the first one over its storage: a number in the entry."""
 
     __slots__ = ("entry", "number")
 
@@ -151,22 +178,24 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> Any:
         """A handle for a tensor that is to be kept; the tensor itself where it stays on the device anyway."""
-        if type(tensor) is not Tensor and isinstance(tensor, DTensor):
-            return _Sharded(
-                self.pack(_part(tensor)), tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
-            )
-        if not self._ours(tensor):
-            # A node that kept its own output would keep itself alive.
-            return tensor if tensor.is_leaf else tensor.detach()
+        if type(tensor) is not Tensor or tensor.layout is not _STRIDED:
+            if isinstance(tensor, DTensor):
+                return _Sharded(
+                    self.pack(_part(tensor)), tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+                )
+            return _passed(tensor)
         storage = tensor.untyped_storage()
-        known = self._table.get(storage._cdata)
-        entry = known() if known is not None else None
-        if entry is None:
-            if tensor.numel() * tensor.element_size() * COMPACT_RATIO <= storage.nbytes():
-                tensor = tensor.detach().clone()
-                storage = tensor.untyped_storage()
-            entry = _Entry(self._ledger.hold(tensor), self._pool, self._table)
-        return _Handle(entry, entry.add(tensor))
+        key = storage._cdata
+        if key in self._skip or tensor.is_conj() or tensor.is_neg() or tensor.device != self._device:
+            return _passed(tensor)
+        known = self._table.get(key)
+        if known is not None and (entry := known()) is not None:
+            return entry.add(tensor)
+        if tensor.nbytes * COMPACT_RATIO <= storage.nbytes():
+            tensor = tensor.detach().clone()
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+        return _Entry(self, storage, key, tensor)
 
     def unpack(self, handle: Any) -> Tensor:
         """The tensor of a handle. Autograd may ask several times.
@@ -176,30 +205,18 @@ class Saved:
         RunFailed
             It is on the host, or it was changed in place since it was saved.
         """
-        if type(handle) is not _Handle:
-            if isinstance(handle, Tensor):
-                return handle
-            part, mesh, placements, size, stride = handle
-            with torch.no_grad():
-                whole: Tensor = DTensor.from_local(
-                    self.unpack(part), mesh, placements, run_check=False, shape=size, stride=stride
-                )
-            return whole
-        entry = handle.entry
-        if entry.hold is None or entry.moving:
-            raise RunFailed("a saved activation is used while it is offloaded: its reload has not ended")
-        found: Tensor = entry.tensor(handle.number)
-        return found
-
-    def _ours(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device == self._device
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and tensor.untyped_storage()._cdata not in self._skip
-        )
+        if type(handle) is _Entry:
+            return handle.tensor(0)
+        if type(handle) is _Handle:
+            return handle.entry.tensor(handle.number)
+        if isinstance(handle, Tensor):
+            return handle
+        part, mesh, placements, size, stride = handle
+        with torch.no_grad():
+            whole: Tensor = DTensor.from_local(
+                self.unpack(part), mesh, placements, run_check=False, shape=size, stride=stride
+            )
+        return whole
 
     def offload(self, nbytes: int | None = None) -> Offload:
         """The job that moves activations to the host.
@@ -232,11 +249,8 @@ class Offload:
         saved = self._saved
         pairs = []
         for entry in _chosen(saved.entries(), self._nbytes):
-            entry.forget_aliases()
-            assert entry.hold is not None
-            source, entry.hold, entry.host = entry.hold, None, saved._pool.take(entry.nbytes)
-            entry.moving = True
-            del saved._table[entry.key]
+            source = entry.leave()
+            assert entry.host is not None
             saved._away.append(entry)
             self._sources.append(source)
             pairs.append((entry.host, _raw(source, saved._device)))
@@ -255,7 +269,7 @@ class Reload:
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
         self.taken = 0
-        self._back: list[tuple[_Entry, Tensor]] = []
+        self._back: list[_Entry] = []
 
     def start(self) -> list[tuple[Tensor, Tensor]]:
         """Takes device memory; (destination, source) pairs to copy."""
@@ -266,18 +280,15 @@ class Reload:
             assert entry.host is not None
             target = torch.empty(entry.nbytes, dtype=torch.uint8, device=saved._device)
             self.taken += entry.nbytes
-            entry.hold = saved._ledger.hold(target)
-            entry.key = target.untyped_storage()._cdata
-            saved._table[entry.key] = weakref.ref(entry)
-            self._back.append((entry, entry.host))
+            entry.come_back(saved._ledger, target)
+            self._back.append(entry)
             pairs.append((target, entry.host))
         return pairs
 
     def finish(self) -> None:
         """Gives the host memory back; the copies are done."""
-        for entry, host in self._back:
-            entry.host, entry.moving = None, False
-            self._saved._pool.give(host)
+        for entry in self._back:
+            entry.arrived()
         self._back.clear()
 
 
@@ -297,6 +308,12 @@ def _chosen(entries: list[_Entry], nbytes: int | None) -> list[_Entry]:
     if missing > 0 and left:
         chosen.append(left[-1])
     return chosen
+
+
+def _passed(tensor: Tensor) -> Tensor:
+    """A tensor that is kept as it is."""
+    # A node that kept its own output would keep itself alive.
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _raw(hold: Hold, device: torch.device) -> Tensor:

@@ -196,7 +196,7 @@ def test_views_of_one_storage_move_once():
 def test_parameters_and_buffers_stay():
     module = Masked()
     books, edge, _ = saved_run(module, torch.randn(4, 6, 16))
-    kept = {entry.hold.storage._cdata for entry in books.saved.entries()}
+    kept = {entry.storage._cdata for entry in books.saved.entries()}
     assert kept and module.mask.untyped_storage()._cdata not in kept
     assert edge is not None
 
