@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,21 @@ from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.problem import LONGEST_MS, Problem
 
 FORMAT, VERSION = "optpipe-trace", 1
+_SAMPLE_KEYS = ("time", "bytes", "most_bytes", "allocated_bytes")
 _OP_KEYS = ("kind", "stage", "microbatch", "start", "end", "memory_wait_ms", "message_wait_ms", "bytes")
+
+
+class Samples(NamedTuple):
+    """What a device held, as its ops began and ended. Without samples all are empty.
+
+    ``time``: float64 (n,), ms, ascending. ``held``: int64 (n,), activation bytes. ``most``: int64 (n,), the most since
+    the sample before. ``allocated``: int64, all bytes that torch held on the device, (n,) on CUDA and empty elsewhere.
+    """
+
+    time: Floats
+    held: Ints
+    most: Ints
+    allocated: Ints
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class StepTrace:
     memory_wait_ms, message_wait_ms
         float64 (n,): how long each op waited for transfers, and then for its input or gradient, before it ran.
     memory
-        Per device: instants, and the activation bytes held at them, sampled as ops began; empty where there are none.
+        Per device.
     peak_bytes, message_peak_bytes, host_peak_bytes
         Per device: the most activation bytes, bytes in messages under way, and offloaded bytes on the host.
     """
@@ -42,7 +56,7 @@ class StepTrace:
     ops: Ops
     memory_wait_ms: Floats
     message_wait_ms: Floats
-    memory: list[tuple[Floats, Ints]]
+    memory: list[Samples]
     peak_bytes: list[int]
     message_peak_bytes: list[int]
     host_peak_bytes: list[int]
@@ -50,16 +64,13 @@ class StepTrace:
     def held(self, problem: Problem, device: int) -> tuple[Floats, Ints]:
         """The memory curve of a device: instants (ms), and the bytes held from each on.
 
-        A sample is taken as an op begins, before it takes anything, so between two samples the larger one is shown.
-        Without samples it is what the ops, as they ran, hold by the plan's figures.
+        Between two samples it is the most that was held there. Without samples it is what the ops, as they ran, hold
+        by the plan's figures.
         """
-        times, levels = self.memory[device]
-        if not len(times):
+        samples = self.memory[device]
+        if not len(samples.time):
             return memory.curve(problem, self.ops, device)
-        order = np.argsort(times, kind="stable")
-        times, levels = times[order], levels[order]
-        last = max(float(self.ops.end.max(initial=0.0)), float(times[-1]))
-        return np.append(times, last), np.append(np.maximum(levels, np.append(levels[1:], 0)), 0)
+        return samples.time, np.append(np.maximum(samples.held[:-1], samples.most[1:]), samples.held[-1])
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ def device_json(
     ops: Ops,
     memory_wait_ms: Floats,
     message_wait_ms: Floats,
-    samples: tuple[Floats, Ints],
+    samples: Samples,
     peaks: tuple[int, int, int],
 ) -> dict[str, Any]:
     """What the file holds of one device in one step: columns of ops and of memory samples, and three peaks."""
@@ -122,7 +133,8 @@ def device_json(
         "message_wait_ms": np.round(message_wait_ms, 6).tolist(),
         "bytes": np.maximum(ops.bytes, 0).tolist(),
     }
-    sampled = {"time": np.round(samples[0], 6).tolist(), "bytes": samples[1].tolist()}
+    rounded = samples._replace(time=np.round(samples.time, 6))
+    sampled = {key: column.tolist() for key, column in zip(_SAMPLE_KEYS, rounded, strict=True)}
     names = ("peak_bytes", "message_peak_bytes", "host_peak_bytes")
     return {"ops": columns, "memory": sampled, **dict(zip(names, peaks, strict=True))}
 
@@ -149,8 +161,7 @@ def _step(value: Any, problem: Problem, file: str | Path, key: str) -> StepTrace
         found = _columns(device.get("ops"), _OP_KEYS, file, f"{where}.ops")
         for name, values in _checked(found, problem, number, file, f"{where}.ops").items():
             columns[name] += values
-        samples = _columns(device.get("memory"), ("time", "bytes"), file, f"{where}.memory")
-        held.append((_floats(samples["time"], file, where), _floats(samples["bytes"], file, where).astype(np.int64)))
+        held.append(_samples(device.get("memory"), file, f"{where}.memory"))
         names = ("peak_bytes", "message_peak_bytes", "host_peak_bytes")
         peaks.append([_floats([device.get(name)], file, f"{where}.{name}")[0] for name in names])
     starts, ends = (_floats(columns[name], file, key) for name in ("start", "end"))
@@ -158,6 +169,17 @@ def _step(value: Any, problem: Problem, file: str | Path, key: str) -> StepTrace
     most, sent, host = ([int(row[n]) for row in peaks] for n in range(3))
     waits = [_floats(columns[name], file, key) for name in ("memory_wait_ms", "message_wait_ms")]
     return StepTrace(value["step"], begin, ops, waits[0], waits[1], held, most, sent, host)
+
+
+def _samples(value: Any, file: str | Path, key: str) -> Samples:
+    """Sorted by time. ``allocated_bytes`` may be empty or missing."""
+    if not isinstance(value, dict) or not value.get(_SAMPLE_KEYS[-1]):
+        found = {**_columns(value, _SAMPLE_KEYS[:-1], file, key), _SAMPLE_KEYS[-1]: []}
+    else:
+        found = _columns(value, _SAMPLE_KEYS, file, key)
+    time, *sizes = (_floats(found[name], file, key) for name in _SAMPLE_KEYS)
+    order = np.argsort(time, kind="stable")
+    return Samples(time[order], *(size[order[: len(size)]].astype(np.int64) for size in sizes))
 
 
 def _columns(value: Any, names: tuple[str, ...], file: str | Path, key: str) -> dict[str, list[Any]]:

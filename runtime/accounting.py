@@ -69,6 +69,12 @@ class Ledger:
             peak, self.activation_peak = self.activation_peak, self.activation_bytes
             return self.activation_bytes, peak
 
+    def take_peak(self) -> tuple[int, int]:
+        """Activation bytes now, and the most since the last call; the peak starts anew from now."""
+        with self._lock:
+            peak, self.activation_peak = self.activation_peak, self.activation_bytes
+            return self.activation_bytes, peak
+
     # Every tensor that autograd saves comes by here: it has to be quick.
 
     def _add(self, key: int, nbytes: int) -> None:

@@ -31,6 +31,7 @@ from runtime.events import Failure, PeerLost
 from runtime.gradients import GradientSync
 from runtime.host_memory import HostPool
 from runtime.memory_manager import MemoryManager, cuda_headroom
+from runtime.memory_watch import MemoryWatch
 from runtime.result import OpRecord, StepResult
 from runtime.run import BeforeOp, Parts, Run
 from runtime.stage import LossFn, Stage, own_random_numbers
@@ -70,6 +71,8 @@ class Executor:
         What gradients go through before ``step`` returns, in this order: ``gradients``, ``data_parallel``.
     before_op
         Called in the op's lane as the op begins (transfers: on CPU only).
+    watch_memory
+        Take samples of what is held: ``StepResult.memory``.
 
     Raises
     ------
@@ -91,6 +94,7 @@ class Executor:
         timeout_s: float = 300.0,
         syncs: Sequence[GradientSync] = (),
         before_op: BeforeOp | None = None,
+        watch_memory: bool = False,
     ) -> None:
         problem = plan.problem
         if violations := verify(problem, plan.ops):
@@ -144,6 +148,7 @@ class Executor:
             self._syncs,
             seed,
             before_op,
+            MemoryWatch(self.ledger, self.device) if watch_memory else None,
         )
         self._run: Run | None = None
 
@@ -236,15 +241,17 @@ class Executor:
 
     def _result(self, run: Run) -> StepResult:
         step_ms = (time.perf_counter() - run.origin) * 1e3
+        watch = self._parts.watch
         return StepResult(
             run.loss() if self._holds_last else None,
-            self.ledger.activation_peak,
+            max(self.ledger.activation_peak, 0 if watch is None else watch.peak),
             self.ledger.message_peak,
             self.pool.peak,
             tuple(run.records()),
             run.origin,
             step_ms,
             tuple(self.manager.reliefs),
+            () if watch is None else watch.samples(run.origin),
         )
 
     def __enter__(self) -> Self:

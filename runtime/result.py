@@ -10,6 +10,7 @@ from optpipe.ops import Kind
 from runtime.channel import Transfer
 from runtime.events import Clock
 from runtime.memory_manager import Relief
+from runtime.memory_watch import Sample
 from runtime.program import Compute, Move
 
 
@@ -71,6 +72,8 @@ class StepResult:
         From the start of the step until its last op, transfer and send has ended.
     reliefs
         What the memory manager had to do, in order; nothing where the plan's sizes are the model's.
+    memory
+        What was held as ops began and ended, where the executor was told to watch it.
     """
 
     loss: float | None
@@ -81,11 +84,12 @@ class StepResult:
     origin: float
     step_ms: float
     reliefs: tuple[Relief, ...] = ()
+    memory: tuple[Sample, ...] = ()
 
 
 def together(results: Sequence[StepResult]) -> StepResult:
     """Several runs of a plan as one step: losses and times add up, peaks are the largest, ops follow one another on the
-    clock of the first."""
+    clock of the first; the samples of memory are those of the first."""
     first = results[0]
     if len(results) == 1:
         return first
@@ -105,6 +109,7 @@ def together(results: Sequence[StepResult]) -> StepResult:
         first.origin,
         sum(result.step_ms for result in results),
         tuple(relief for result in results for relief in result.reliefs),
+        first.memory,
     )
 
 

@@ -21,10 +21,11 @@ from optpipe.ops import Kind
 from runtime import checks
 from runtime import result as results
 from runtime.boundary import Boundary
-from runtime.channel import CopyLane
+from runtime.channel import CopyJob, CopyLane
 from runtime.events import Event, Failure, clock
 from runtime.gradients import GradientSync
 from runtime.memory_manager import MemoryManager
+from runtime.memory_watch import MemoryWatch, WatchedJob
 from runtime.program import Compute, Message, Move, Program
 from runtime.result import Mark, OpRecord
 from runtime.saved import Offload, Reload
@@ -50,6 +51,7 @@ class Parts:
     syncs: Sequence[GradientSync]
     seed: int
     before_op: BeforeOp | None
+    watch: MemoryWatch | None
 
 
 class Run:
@@ -95,6 +97,8 @@ class Run:
         computes = [item for item in parts.program.items if isinstance(item, Compute)]
         self._left = Counter(item.stage for item in computes if is_last and item.kind in (Kind.W, Kind.BW))
         self._clock = clock(parts.device)
+        if parts.watch is not None:
+            parts.watch.begin(self._clock)
         self.origin = time.perf_counter()
 
     def go(self) -> None:
@@ -129,6 +133,8 @@ class Run:
             parcel.hold.as_activation()
         parts.transport.post(item.post_ahead)
         here = time.perf_counter()
+        if parts.watch is not None:
+            parts.watch.look()
         start, cpu = self._clock.mark(), time.thread_time()
         if parts.before_op is not None:
             parts.before_op(kind, item.stage, item.microbatch)
@@ -138,6 +144,8 @@ class Run:
         waits = ((ready - begin) * 1e3, (here - ready) * 1e3) if on_cpu else (0.0, 0.0)
         used = (time.thread_time() - cpu) * 1e3 if on_cpu else 0.0
         self._marks.append(Mark(item, start, self._clock.mark(), used, *waits))
+        if parts.watch is not None:
+            parts.watch.look()
         parts.manager.after(item)
         if output is not None and item.gives is not None:
             parts.transport.give(item.gives, output)
@@ -190,7 +198,8 @@ class Run:
         if before_op is not None:
             before = lambda: before_op(item.kind, item.stage, item.microbatch)  # noqa: E731
         after = [self._transfers[i] for i in item.after]
-        event = self._transfers[item.op] = parts.lanes[item.kind].submit(job, after, label, before)
+        carried: CopyJob = job if parts.watch is None else WatchedJob(job, parts.watch)
+        event = self._transfers[item.op] = parts.lanes[item.kind].submit(carried, after, label, before)
         self._moves[label] = item
         parts.manager.handed_over(item, event, job, nbytes)
         return event

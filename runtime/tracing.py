@@ -13,10 +13,9 @@ import numpy as np
 import torch.distributed as dist
 
 from optpipe import files, trace
-from optpipe.ops import Kind, Ops
+from optpipe.ops import Ops
 from optpipe.problem import Problem
 from runtime import gather
-from runtime.accounting import Ledger
 from runtime.executor import StepResult
 
 #: Steps that a trace holds: those before are forgotten, so that a long run costs no memory.
@@ -25,23 +24,11 @@ _ROUNDS = 5
 
 
 class Tracer:
-    """What one rank remembers of its last steps.
+    """What one rank remembers of its last steps, which its executor runs with ``watch_memory``."""
 
-    ``sample`` goes to the executor as ``before_op``: it reads the ledger as each op begins. On CUDA the host runs ahead
-    of the device, so there memory is not sampled.
-    """
-
-    def __init__(self, *, samples: bool = True) -> None:
-        self.ledger: Ledger | None = None
-        self._samples = samples
-        self._memory: list[tuple[float, int]] = []
+    def __init__(self) -> None:
         self._steps: deque[tuple[int, float, dict[str, Any]]] = deque(maxlen=STEPS)
         self._offset = clock_offset()
-
-    def sample(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Note how much memory is held, in whatever thread this is."""
-        if self.ledger is not None and self._samples:
-            self._memory.append((time.perf_counter(), self.ledger.activation_bytes))
 
     def record(self, number: int, result: StepResult) -> None:
         """Keep a step; its number counts from 1. Of several runs of the plan in a step the first, beside which the
@@ -55,14 +42,18 @@ class Tracer:
             [r.end for r in records],
             [r.bytes for r in records],
         )
-        samples, self._memory = sorted(self._memory), []
-        times = (np.array([at for at, _ in samples], np.float64) - result.origin) * 1e3
-        inside = times <= max((r.end for r in records), default=0.0)
+        taken = sorted(result.memory, key=lambda sample: sample.time)
+        samples = trace.Samples(
+            np.array([sample.time for sample in taken], np.float64),
+            np.array([sample.held for sample in taken], np.int64),
+            np.array([sample.most for sample in taken], np.int64),
+            np.array([sample.allocated for sample in taken if sample.allocated is not None], np.int64),
+        )
         device = trace.device_json(
             ops,
             np.array([r.memory_wait_ms for r in records], np.float64),
             np.array([r.message_wait_ms for r in records], np.float64),
-            (times[inside], np.array([size for _, size in samples], np.int64)[inside]),
+            samples,
             (result.peak_bytes, result.message_peak_bytes, result.host_peak_bytes),
         )
         self._steps.append((number, result.origin + self._offset, device))

@@ -37,7 +37,7 @@ class Trainer:
     """One rank's model, data and optimiser, and the records of its steps."""
 
     def __init__(self, rank: Rank, config: Config, plan: Plan, *, traced: bool = False) -> None:
-        self.tracer = Tracer(samples=rank.device.type == "cpu") if traced else None
+        self.tracer = Tracer() if traced else None
         self.rank, self.config, self.plan = rank, config, plan
         self.place = Place.of(rank.rank, plan.problem.num_devices, config.train.replicas, rank.device)
         self.stages = stages.build_stages(config, self.place.device, rank.device)
@@ -54,10 +54,8 @@ class Trainer:
             bandwidth=(bandwidth, bandwidth),
             seed=config.train.seed,
             syncs=self._syncs(),
-            before_op=None if self.tracer is None else self.tracer.sample,
+            watch_memory=traced,
         )
-        if self.tracer is not None:
-            self.tracer.ledger = self.executor.ledger
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
         self.first = 0
         if config.train.resume is not None:

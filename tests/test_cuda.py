@@ -1,5 +1,7 @@
 """The runtime on a GPU: one rank, several stages. Skipped without one, but for what needs none."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,29 @@ def test_offloads_overlap_with_compute():
     moves = [op for op in result.ops if op.kind in (Kind.O, Kind.R)]
     shared = sum(max(0.0, min(move.end, op.end) - max(move.start, op.start)) for move in moves for op in computes)
     assert shared > 0.5 * sum(move.end - move.start for move in moves)
+
+
+@needs_gpu
+def test_memory_is_sampled_on_the_clock_of_the_ops():
+    m, count = 6, 2
+    plan = random_plan(model_problem(1, count, microbatches=m), 3, offload=0.8)
+    inputs, targets = ([tensor.cuda() for tensor in tensors] for tensors in batch(m))
+    with Executor(plan, stages_on_gpu(count), boundaries(count), loss_fn, device="cuda", watch_memory=True) as executor:
+        for number in range(3):
+            result = executor.step(inputs, targets, number=number)
+    samples = result.memory
+    assert len(samples) == 2 * len(result.ops)
+    times = [sample.time for sample in samples]
+    assert times == sorted(times)
+    computes = [op for op in result.ops if op.kind in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C)]
+    for op, following in itertools.pairwise(computes):
+        assert any(op.end <= time <= following.start for time in times)
+    assert max(sample.most for sample in samples) == result.peak_bytes
+    assert samples[-1].held == 0
+    # What torch holds is at least the activations; both go up and down together.
+    assert all(sample.allocated >= sample.held for sample in samples)
+    swing = max(sample.allocated for sample in samples) - min(sample.allocated for sample in samples)
+    assert swing >= 0.5 * result.peak_bytes
 
 
 @needs_gpu

@@ -22,7 +22,7 @@ from optpipe.interchange import chrome
 from optpipe.ops import Kind
 from optpipe.page import render, tables
 from optpipe.plan import Plan
-from optpipe.trace import Trace, device_json, trace_json
+from optpipe.trace import Samples, Trace, device_json, trace_json
 from tests.random_schedules import random_problem, random_schedule
 
 
@@ -41,7 +41,9 @@ def run_of(plan: Plan, *stretches: float) -> dict[str, Any]:
             moved = semantics.moved_bytes(problem, own)
             ops = replace(own.at(own.start * factor, own.end * factor), bytes=moved)
             waited = np.where(ops.is_compute, 0.25, 0.0)
-            samples = (np.array([0.0, 1.0, 2.0]), np.array([0, 500, 400]))
+            samples = Samples(
+                np.array([0.0, 1.0, 2.0]), np.array([0, 500, 400]), np.array([0, 600, 500]), np.array([7, 8, 9])
+            )
             devices.append(device_json(ops, np.zeros(len(ops)), waited, samples, (500, 7, 9)))
         steps.append({"step": number, "begin_ms": 100.0 * (number - 1), "devices": devices})
     return trace_json(problem, steps)
@@ -73,17 +75,29 @@ def test_the_typical_step_is_of_median_length(tiny_plan, run_file):
     assert Trace.read(run_file, tiny_plan.problem).typical.number == 2
 
 
-def test_the_memory_curve_is_never_below_a_sample_around_it(tiny_plan, run_file):
+def test_between_two_samples_the_memory_curve_is_the_most_that_was_held(tiny_plan, run_file):
     step = Trace.read(run_file, tiny_plan.problem).steps[0]
     times, levels = step.held(tiny_plan.problem, 0)
-    assert times.tolist() == pytest.approx([0.0, 1.0, 2.0, float(step.ops.end.max())])
-    assert levels.tolist() == [500, 500, 400, 0]
+    assert times.tolist() == pytest.approx([0.0, 1.0, 2.0])
+    assert levels.tolist() == [600, 500, 400]
+
+
+def test_samples_come_back_sorted_with_or_without_those_of_torchs_allocator(tiny_plan, tmp_path):
+    value = run_of(tiny_plan, 2.0)
+    first, second = (device["memory"] for device in value["steps"][0]["devices"])
+    for column in first.values():
+        column.reverse()
+    second["allocated_bytes"] = []
+    files.write_json(tmp_path / "run.json", value)
+    (step,) = Trace.read(tmp_path / "run.json", tiny_plan.problem).steps
+    assert [column.tolist() for column in step.memory[0]] == [[0, 1, 2], [0, 500, 400], [0, 600, 500], [7, 8, 9]]
+    assert step.memory[1].most.tolist() == [0, 600, 500] and step.memory[1].allocated.tolist() == []
 
 
 def test_without_samples_it_is_what_the_ops_hold(tiny_plan, tmp_path):
     value = run_of(tiny_plan, 2.0)
     for device in value["steps"][0]["devices"]:
-        device["memory"] = {"time": [], "bytes": []}
+        device["memory"] = {"time": [], "bytes": [], "most_bytes": []}
     files.write_json(tmp_path / "run.json", value)
     step = Trace.read(tmp_path / "run.json", tiny_plan.problem).steps[0]
     assert step.held(tiny_plan.problem, 0)[1].max() == memory.peaks(tiny_plan.problem, tiny_plan.ops)[0]
@@ -117,7 +131,10 @@ def change(value: dict[str, Any], path: str, new: Any) -> dict[str, Any]:
         ("steps.0.devices.0.ops.microbatch.0", 4, "F(0,4), which is not of this plan"),
         ("steps.0.devices.0.ops.start.0", "soon", "expected numbers, not 'soon'"),
         ("steps.0.devices.0.ops.end.0", 1e300, "expected numbers, not 1e+300"),
-        ("steps.0.devices.1.memory", {"time": [1.0], "bytes": []}, "has lists of different lengths"),
+        ("steps.0.devices.1.memory", {"time": [1.0], "bytes": []}, "expected the lists time, bytes, most_bytes"),
+        ("steps.0.devices.1.memory.most_bytes", [1], "has lists of different lengths"),
+        ("steps.0.devices.1.memory.allocated_bytes", [1], "has lists of different lengths"),
+        ("steps.0.devices.1.memory.bytes.0", "all", "memory: expected numbers, not 'all'"),
         ("steps.0.devices.1.peak_bytes", None, "steps[0].devices[1].peak_bytes: expected numbers, not None"),
     ],
 )
@@ -299,6 +316,8 @@ def test_a_run_stands_below_its_plan_with_its_waits(tiny_plan, tiny_plan_file, r
     assert all(event["dur"] == pytest.approx(250) for event in waits)
     starts = {(event["pid"], round(event["ts"])) for event in run if threads[event["tid"]] == "compute"}
     assert all((event["pid"], round(event["ts"] + 250)) in starts for event in waits)
+    counters = {(event["name"], names[event["pid"]][:4]) for event in events if event["ph"] == "C"}
+    assert counters == {("memory", "plan"), ("memory", "run:"), ("allocated by torch", "run:")}
     # Steps follow each other on one clock.
     first = [event["ts"] for event in run if event["name"] == "F(0,0)"]
     assert arrows_of(events) == sorted(5 * messages_of(tiny_plan))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from optpipe import memory, semantics
@@ -64,10 +63,13 @@ def test_memory_is_that_of_the_ledger(traced):
     planned = memory.peaks(plan.problem, plan.ops)
     for step in trace.steps:
         for device in range(plan.problem.num_devices):
-            times, levels = step.memory[device]
-            assert len(times) >= int((semantics.device_of(plan.problem, step.ops) == device).sum())
-            assert 0 < levels.max() <= step.peak_bytes[device] <= planned[device]
-            assert np.diff(times).min() >= 0
+            samples = step.memory[device]
+            own = semantics.device_of(plan.problem, step.ops) == device
+            assert len(samples.time) == 2 * int(own.sum())
+            assert (samples.held <= samples.most).all() and not len(samples.allocated)
+            assert samples.most.max() == step.peak_bytes[device] <= planned[device]
+            assert samples.held[-1] == 0
+            assert step.held(plan.problem, device)[1].max() == step.peak_bytes[device]
 
 
 def test_of_several_runs_a_step_the_first_is_kept(tmp_path: Path):
@@ -80,8 +82,8 @@ def test_of_several_runs_a_step_the_first_is_kept(tmp_path: Path):
     )
     edges = semantics.dependencies(plan.problem, step.ops)
     assert (step.ops.start[edges.after] >= step.ops.end[edges.before] - 1e-3).all()
-    for times, _ in step.memory:
-        assert times.max() <= step.ops.end.max()
+    for device, samples in enumerate(step.memory):
+        assert len(samples.time) == 2 * int((semantics.device_of(plan.problem, step.ops) == device).sum())
 
 
 def test_a_trace_goes_only_where_it_can_be_written(traced, tmp_path: Path):

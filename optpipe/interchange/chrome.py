@@ -182,6 +182,9 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
                 }
     for number in range(track.problem.num_devices):
         yield from _counter(track, number, "memory", *step.held(track.problem, number))
+        samples = step.memory[number]
+        if len(samples.allocated):
+            yield from _counter(track, number, "allocated by torch", samples.time, samples.allocated)
 
 
 def _us(ns: int) -> float:
