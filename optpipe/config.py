@@ -217,11 +217,16 @@ class OptimizerConfig(_Section):
 class TrainConfig(_Section):
     """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for
     weights and optimiser state, written at the end and every ``checkpoint_every`` steps; ``resume``: such a folder to
-    go on from; ``metrics``: a file, one JSON object a step; ``replicas``: pipelines that train side by side, each on a
-    batch of its own."""
+    go on from; ``metrics``: a file, one JSON object a step.
+
+    Ranks beyond one pipeline: ``replicas`` and ``shards`` count pipelines that train side by side, each on a batch of
+    its own; every replica keeps whole weights, shards keep a part each (FSDP2). ``tensor_parallel``: ranks that share
+    the attention heads and the perceptron of every block."""
 
     steps: Count = 50
     replicas: Count = 1
+    shards: Count = 1
+    tensor_parallel: Count = 1
     seed: Seed = 0
     log_every: Count = 1
     validate_every: Count | None = None
@@ -229,6 +234,11 @@ class TrainConfig(_Section):
     checkpoint_every: Count | None = None
     resume: str | None = None
     metrics: str | None = None
+
+    @property
+    def pipelines(self) -> int:
+        """Pipelines that train side by side, each on a batch of its own."""
+        return self.replicas * self.shards
 
     @model_validator(mode="after")
     def _checkpoints_have_a_place(self) -> Self:
@@ -349,6 +359,11 @@ class Config(_Section):
             raise InputError(self.file, "model", "is missing, expected layers, width, heads and context")
         return self.model
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a run: the pipeline's devices times what ``train`` puts around them."""
+        return self.pipeline.devices * self.train.pipelines * self.train.tensor_parallel
+
     def with_partition(self, counts: Sequence[int]) -> Config:
         """The same config with the layers of each stage settled."""
         pipeline = self.pipeline.model_copy(update={"partition": tuple(counts)})
@@ -402,7 +417,20 @@ class Config(_Section):
                 )
         if self.model is not None:
             self._stages_have_layers(self.model)
+            self._heads_can_be_shared(self.model)
         return self
+
+    def _heads_can_be_shared(self, model: ModelConfig) -> None:
+        ranks = self.train.tensor_parallel
+        if model.heads % ranks:
+            raise _wrong(
+                "train.tensor_parallel", f"{ranks} does not divide model.heads, expected a divisor of {model.heads}"
+            )
+        if ranks > 1 and model.dropout:
+            raise _wrong(
+                "model.dropout",
+                f"is {model.dropout} with train.tensor_parallel, expected 0: heads on different ranks would drop alike",
+            )
 
     def _stages_have_layers(self, model: ModelConfig) -> None:
         partition, layers = self.pipeline.partition, model.num_layers

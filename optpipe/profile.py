@@ -28,6 +28,8 @@ _MUST_BE_AS_MEASURED = (
     "offload.bandwidth_bytes_per_s",
     "offload.half_duplex",
     "offload.shared",
+    "train.shards",
+    "train.tensor_parallel",
 )
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

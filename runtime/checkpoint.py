@@ -3,20 +3,18 @@
     weights/                    the run's folder: it holds the checkpoint written last
       step-00000200/
         checkpoint.json         step, and the config's training part
-        stage-0.pt              {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, ...}}}
-        stage-1.pt
+        stage-0.pt              parameters and optimiser state of a stage (see ``stored``);
+        stage-1.pt              where stages are spread over ranks: part-0.pt ... and index.json
 
 A checkpoint is written beside the one before under a hidden name, renamed once it is whole, and only then the one
 before is removed. The files are torch's, and ``weights_only`` loading takes them. Names count layers along the whole
-model (``3.mlp_in.weight``), so that a run with another cut into stages can go on from them.
+model (``3.mlp_in.weight``), so that a run with another cut into stages can go on from them, and with other shards.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,14 @@ from torch import Tensor, nn
 
 from optpipe import files
 from optpipe.errors import InputError
-from runtime import gather
+from runtime import gather, stored
+from runtime.model import by_heads
+from runtime.stored import State
 
-FORMAT, VERSION = "optpipe-checkpoint", 1
+FORMAT, VERSION = "optpipe-checkpoint", 2
+#: In version 1 the rows of an attention's query_key_value were in another order.
+_READABLE = 1, VERSION
 _FACTS = "checkpoint.json"
-
-State = dict[str, Any]
 
 
 def save(
@@ -39,6 +39,8 @@ def save(
     stages: Mapping[int, nn.Module],
     facts: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    spread: bool = False,
 ) -> None:
     """Write a checkpoint; every rank calls it with its own stages. It takes the place of those in the folder.
 
@@ -52,6 +54,8 @@ def save(
         JSON that goes along; ``step`` must be in it.
     optimizer
         Of the parameters of these stages; None: weights only.
+    spread
+        Several ranks have parts of one stage, as DTensors: each writes its own. The same on all ranks.
 
     Raises
     ------
@@ -67,8 +71,12 @@ def save(
                 shutil.rmtree(left)
             partial.mkdir(parents=True)
         gather.barrier()
-        for number, stage in stages.items():
-            _write(partial / f"stage-{number}.pt", _state(stage, optimizer))
+        if spread:
+            states = [stored.flat(_state(stage, optimizer)) for stage in stages.values()]
+            stored.write_parts(partial, {key: value for state in states for key, value in state.items()})
+        else:
+            for number, stage in stages.items():
+                stored.write_stage(partial, number, _on_host(_state(stage, optimizer)))
         gather.barrier()
         if chief:
             before = _checkpoints(target)
@@ -94,8 +102,8 @@ def find(folder: str | Path) -> tuple[Path, State]:
     path = Path(folder)
     if (path / _FACTS).exists():
         facts = files.read_json(path / _FACTS)
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") != VERSION:
-            raise InputError(path / _FACTS, "format", f"expected '{FORMAT}', version {VERSION}")
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") not in _READABLE:
+            raise InputError(path / _FACTS, "format", f"expected '{FORMAT}', version 1 or {VERSION}")
         return path, facts
     found = _checkpoints(path)
     if not found:
@@ -114,7 +122,10 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], State]:
         The folder holds no checkpoint, or a damaged one.
     """
     path, facts = find(folder)
-    return {name: value for part in _parts(path) for name, value in part["model"].items()}, facts
+    tensors = _open(path, facts)
+    target = {key: tensors.empty(key) for key in tensors.keys("model/")}
+    tensors.read(target)
+    return {key.removeprefix("model/"): value for key, value in target.items()}, facts
 
 
 @torch.no_grad()
@@ -123,7 +134,8 @@ def restore(
 ) -> State:
     """Put a checkpoint's values into this rank's stages and their optimiser; the facts saved with them.
 
-    The run that wrote it may have had another plan, another number of ranks and another cut into stages.
+    The run that wrote it may have had another plan, another number of ranks and another cut into stages; and other
+    shards, replicas and tensor parallel layers. Of each file only what belongs to this rank is read.
 
     Raises
     ------
@@ -131,33 +143,45 @@ def restore(
         The folder holds no checkpoint, a damaged one, or one of another model.
     """
     path, facts = find(folder)
-    wanted = {name: value for stage in stages.values() for name, value in stage.state_dict().items()}
-    missing = set(wanted)
-    # Mapped, not read: of each file only what belongs to this rank is touched.
-    for part in _parts(path):
-        for name, value in part["model"].items():
-            if name not in wanted:
-                continue
-            if value.shape != wanted[name].shape:
-                shapes = tuple(value.shape), tuple(wanted[name].shape)
-                raise InputError(path, name, f"has shape {shapes[0]}, expected {shapes[1]}: it is of another model")
-            wanted[name].copy_(value)
-            missing.discard(name)
-        if optimizer is not None:
-            _restore_optimizer(part["optimizer"], _names(stages), optimizer)
-    if missing:
-        raise InputError(path, min(missing), "is missing: it is of another model")
+    tensors = _open(path, facts)
+    target = {name: value for stage in stages.values() for name, value in stage.state_dict().items()}
+    for name in sorted(target):
+        size, expected = tensors.size(f"model/{name}"), tuple(target[name].shape)
+        if size is None:
+            raise InputError(path, name, "is missing: it is of another model")
+        if tuple(size) != expected:
+            raise InputError(path, name, f"has shape {tuple(size)}, expected {expected}: it is of another model")
+    tensors.read({f"model/{name}": value for name, value in target.items()})
+    if optimizer is not None:
+        _restore_optimizer(tensors, _names(stages), optimizer)
     return facts
 
 
-def _restore_optimizer(states: State, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    for name in states.keys() & parameters.keys():
-        device = parameters[name].device
-        # A scalar, such as the count of steps, stays on the host.
-        optimizer.state[parameters[name]] = {
-            key: value.clone() if value.dim() == 0 else value.to(device, copy=True)
-            for key, value in states[name].items()
-        }
+def _open(path: Path, facts: State) -> stored.Stored:
+    model = (facts.get("training") or {}).get("model")
+    if facts["version"] == VERSION or not isinstance(model, dict) or "heads" not in model:
+        return stored.open_(path)
+
+    def now(key: str, tensor: Tensor) -> Tensor:
+        return by_heads(tensor, model["heads"]) if ".query_key_value." in key and tensor.dim() else tensor
+
+    return stored.open_(path, now)
+
+
+def _restore_optimizer(
+    tensors: stored.Stored, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    target: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in tensors.keys("optimizer/"):
+        name, moment = key.removeprefix("optimizer/").rsplit("/", 1)
+        if name in parameters:
+            # The count of steps stays on the host.
+            like = None if moment == "step" else parameters[name]
+            states.setdefault(name, {})[moment] = target[key] = tensors.empty(key, like)
+    tensors.read(target)
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
 
 
 def _names(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
@@ -167,31 +191,18 @@ def _names(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
 def _state(stage: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
     moments = {} if optimizer is None else optimizer.state
     return {
-        "model": {name: value.detach().cpu() for name, value in stage.state_dict().items()},
+        "model": {name: value.detach() for name, value in stage.state_dict().items()},
         "optimizer": {
-            name: {key: value.detach().cpu() for key, value in moments[parameter].items()}
-            for name, parameter in stage.named_parameters()
-            if parameter in moments
+            name: dict(moments[parameter]) for name, parameter in stage.named_parameters() if parameter in moments
         },
     }
 
 
-def _write(path: Path, state: State) -> None:
-    with open(path, "wb") as stream:
-        torch.save(state, stream)
-        stream.flush()
-        os.fsync(stream.fileno())  # a rename must not come before what it names
-
-
-def _parts(path: Path) -> Iterator[State]:
-    for file in sorted(path.glob("stage-*.pt")):
-        try:
-            part = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            assert isinstance(part["model"], dict) and isinstance(part["optimizer"], dict)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AssertionError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(file, "", f"is damaged: {reason}") from None
-        yield part
+def _on_host(state: Any) -> Any:
+    """The same with all tensors in host memory."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    return {key: _on_host(value) for key, value in state.items()}
 
 
 def _checkpoints(folder: Path) -> dict[Path, State]:

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 from optpipe.config import Config
 from runtime.data import VOCABULARY
 from runtime.model import build_layers, loss_fn
+from runtime.parallel import parallelize
+from runtime.place import Place
 from runtime.stages import gpt_config
 
 _WARM_UP, _REPEATS = 2, 7
 
 
-def layers(config: Config, device: torch.device) -> list[float]:
-    """Forward and backward of each layer of the model, ms per microbatch.
+def layers(config: Config, device: torch.device, place: Place) -> list[float]:
+    """Forward and backward of each layer of the model, ms per microbatch; ranks that share tensors call it together.
 
     The blocks are alike, so one stands for all of them.
     """
     sizes = gpt_config(config)
     kinds = [0, 1, sizes.num_layers - 1]
     embedding, block, head = build_layers(sizes, config.train.seed, kinds, device)
+    parallelize([nn.Sequential(block)], place, sharded=False)
     shape = (config.batch.microbatch_size, sizes.context)
     tokens = torch.randint(VOCABULARY, shape, device=device)
     x = torch.randn(*shape, sizes.width, device=device, requires_grad=True)

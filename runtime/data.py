@@ -73,6 +73,19 @@ class Corpus:
         return corpus
 
 
+def check(config: Config) -> None:
+    """Read the text of a config once, before any rank starts.
+
+    Raises
+    ------
+    InputError
+        There is no such text, or too little of it for what the config asks.
+    """
+    Corpus.load(config.data, config.gpt.context, config.file)
+    if config.train.validate_every is not None and not config.data.validation_fraction:
+        raise InputError(config.file, "train.validate_every", "needs held-out text, expected a validation_fraction")
+
+
 def batch(text: Tensor, seed: int, step: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """The batch of a step: the same on every rank and machine, whatever was drawn before.
 
@@ -99,8 +112,8 @@ def batch(text: Tensor, seed: int, step: int, shape: tuple[int, int, int]) -> tu
 
 
 def batch_shape(config: Config) -> tuple[int, int, int]:
-    """(microbatches, microbatch size, context) of a step, over all replicas and runs of the plan."""
-    count = config.batch.microbatches * config.batch.accumulate * config.train.replicas
+    """(microbatches, microbatch size, context) of a step, over all pipelines side by side and all runs of the plan."""
+    count = config.batch.microbatches * config.batch.accumulate * config.train.pipelines
     return count, config.batch.microbatch_size, config.gpt.context
 
 

@@ -15,7 +15,6 @@ FSDP2: each rank keeps a part, and gathers the rest for the time of a step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import stage as torch_stage
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 #: Gradients travel in pieces of about so many bytes, as in DDP.
 BUCKET_BYTES = 25 << 20
+#: A forward method that FSDP stages are given.
+_LAST = "forward_of_nothing"
 
 
 def ranks_of(mesh: DeviceMesh, name: str) -> list[int]:
@@ -95,22 +95,44 @@ class Shards:
             if not isinstance(module, FSDPModule):
                 raise TypeError(f"stage {number} is a {type(module).__name__}, expected one after fully_shard")
             self._stages[number] = module
+            # Through it goes a backward that belongs to no microbatch. Another executor may have made it.
+            if not hasattr(module, _LAST):
+                setattr(module, _LAST, _identity)
+                register_fsdp_forward_method(module, _LAST)
 
     def begin(self) -> None:
         for module in self._stages.values():
-            module.set_is_last_backward(False)
-            module.set_requires_gradient_sync(False)
+            self._is_last(module, False)
             module.set_reshard_after_forward(False)
-            module.set_reshard_after_backward(False)
             for part in _parts(module):
                 part.unshard()
 
+    @torch.enable_grad()
     def ready(self, stage: int) -> None:
-        # What torch's own pipelines do at this point. Backwards under a plan end here, not where autograd thinks.
-        torch_stage._PipelineStageBase.perform_reduce_grad(SimpleNamespace(submod=self._stages[stage]), 1)  # type: ignore[arg-type]
+        # FSDP reduces within a backward, but a stage's gradients are whole only after its last W. So it gets one more
+        # backward, of nothing: as it ends FSDP reduces the gradients of all of the stage's parts.
+        module = self._stages[stage]
+        self._is_last(module, True)
+        nothing = torch.zeros((), device=_device(module), requires_grad=True)
+        getattr(module, _LAST)(nothing).backward()
+
+    @staticmethod
+    def _is_last(module: FSDPModule, last: bool) -> None:
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last)
+        module.set_reshard_after_backward(last)
 
     def finish(self) -> None:
         pass
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _device(module: FSDPModule) -> torch.device:
+    assert isinstance(module, nn.Module)
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def _parts(module: FSDPModule) -> Iterator[FSDPModule]:

@@ -138,7 +138,10 @@ def _join_and_work(
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != ranks:
         raise InputError(
-            "", "torchrun", f"started {world_size} ranks, but the run needs {ranks}: one a device of each replica"
+            "",
+            "torchrun",
+            f"started {world_size} ranks, but the run needs {ranks}: one a device of each replica and shard, "
+            "times train.tensor_parallel",
         )
     local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", number))) if device == "cuda" else torch.device("cpu")
     worker.join(number, world_size, local)

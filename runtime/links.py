@@ -20,6 +20,7 @@ from runtime import gather
 from runtime.channel import CpuLane, CudaLane, copy_lane
 from runtime.events import Clock, Failure, clock
 from runtime.host_memory import HostPool
+from runtime.place import Place
 from runtime.worker import Rank
 
 #: Bytes of one measured copy, and of a large message.
@@ -140,9 +141,12 @@ class HostLinkTrial:
     both_ways: tuple[HostLink, ...] = ()
 
 
-def measure_host_links(rank: Rank, config: Config) -> HostLinkTrial:
+def measure_host_links(rank: Rank, config: Config, place: Place) -> HostLinkTrial:
     """Copies to the host and back: of each device alone and both ways at once, beside each neighbour, and beside both.
-    The same on every rank; every rank must call it. Nothing where offloading is off."""
+    The same on every rank; every rank must call it. Nothing where offloading is off.
+
+    All ranks of a device (of tensor parallel groups, of pipelines side by side) copy when it does, as in training; the
+    speeds are those of the first pipeline."""
     if not config.offload.enabled:
         return HostLinkTrial()
     devices, repeats = config.pipeline.devices, max(3, config.measure.iterations // 2)
@@ -150,13 +154,13 @@ def measure_host_links(rank: Rank, config: Config) -> HostLinkTrial:
 
     def speeds(mine: HostLink | None) -> list[HostLink]:
         rows = gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])
-        return [HostLink(*row) for row in rows]
+        return [HostLink(*row) for row in place.of_first(rows)]
 
     def together(members: Sequence[int]) -> list[HostLink]:
-        return speeds(host.measure(rank.rank in members, repeats))
+        return speeds(host.measure(place.device in members, repeats))
 
     alone = tuple(together([device])[device] for device in range(devices))
-    both_ways = tuple(speeds(host.measure_both_ways(rank.rank == d, repeats))[d] for d in range(devices))
+    both_ways = tuple(speeds(host.measure_both_ways(place.device == d, repeats))[d] for d in range(devices))
     pairs = {}
     # Neighbours by number: switches join devices that sit side by side.
     for pair in pairwise(range(devices)):

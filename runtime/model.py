@@ -78,12 +78,16 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, (B, T, width) to the same: attention and a perceptron, each on a normed branch."""
+    """One transformer block, (B, T, width) to the same: attention and a perceptron, each on a normed branch.
+
+    ``query_key_value`` gives head after head, query, key and value of each: a rank that has some of its rows has whole
+    heads.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads = config.heads
+        self.head_width = width // config.heads
         self.attention_dropout = config.dropout
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
@@ -99,14 +103,11 @@ class Block(nn.Module):
         return out
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.query_key_value(x).split(width, dim=-1)
-        )
+        heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width))  # as many as this rank has
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
         dropout = self.attention_dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return y.transpose(1, 2).reshape(batch, length, width)
+        return y.transpose(1, 2).flatten(-2)
 
 
 class Head(nn.Module):
@@ -178,6 +179,12 @@ def _layer(config: GPTConfig, index: int, seed: int) -> nn.Module:
 
 def _generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + index)
+
+
+def by_heads(rows: Tensor, heads: int) -> Tensor:
+    """The rows of a ``query_key_value`` in their order of now, from one that had all queries, then all keys, then all
+    values."""
+    return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def tied_weights(config: GPTConfig) -> list[tuple[int, str]]:

@@ -101,14 +101,22 @@ def clip(
 
 
 def _square(gradients: list[Tensor]) -> float:
-    """The sum of all squares. Of sharded gradients (FSDP, tensor parallel) torch adds up the shards of other ranks."""
+    """The sum of all squares; of DTensors with those of the ranks that hold other parts."""
     square = 0.0
     for alike in _by_mesh(gradients):
-        if isinstance(alike[0], DTensor):
-            total = nn.utils.get_total_norm(alike)
-            square += float(total.full_tensor() if isinstance(total, DTensor) else total) ** 2
-        else:
-            square = sum((float(norm) ** 2 for norm in torch._foreach_norm(alike)), square)
+        first = alike[0]
+        if isinstance(first, DTensor) and any(placement.is_partial() for placement in first.placements):
+            norm = nn.utils.get_total_norm(alike)
+            square += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+            continue
+        here = sum(float(norm) ** 2 for norm in torch._foreach_norm([_local(gradient) for gradient in alike]))
+        if isinstance(first, DTensor):
+            total = torch.tensor(here, dtype=torch.float64)
+            for dimension, placement in enumerate(first.placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(total, group=first.device_mesh.get_group(dimension))
+            here = float(total)
+        square += here
     return square
 
 
@@ -121,15 +129,30 @@ def _by_mesh(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def state_bytes(modules: Iterable[nn.Module]) -> tuple[int, int, int]:
-    """Bytes of the weights, of their gradients, and of AdamW's two moments and step count."""
+def state_bytes(modules: Iterable[nn.Module], shards: int = 1) -> tuple[int, int, int]:
+    """Bytes of the weights, of their gradients, and of AdamW's two moments and step count, on this rank.
+
+    Parameters
+    ----------
+    modules
+        Stages that are not under FSDP.
+    shards
+        How many ranks each would be spread over by FSDP: then a rank keeps a part of everything, and the whole weights
+        and gradients besides while a step runs.
+    """
     modules = list(modules)
     parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
     trained = [p for p in parameters if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in trained)
+    size = sum(_local(p).nbytes for p in trained)
     buffers = sum(b.numel() * b.element_size() for module in modules for b in module.buffers())
-    frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-    return size + frozen + buffers, size, 2 * size + 4 * len(trained)
+    frozen = sum(_local(p).nbytes for p in parameters if not p.requires_grad)
+    weights, kept = size + frozen + buffers, -(-size // shards)
+    besides = -(-(size + frozen) // shards) if shards > 1 else 0
+    return weights + besides, size + (kept if shards > 1 else 0), 2 * kept + 4 * len(trained)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -5,15 +5,14 @@
     trials      1F1B with a split backward, with a fused one, and with offloads: times of every op, message lags, load
     links       copies to the host alone and beside each neighbour, messages of several sizes
 
-Each trial runs as training does, through the executor, so times contain what the ranks do to each other.
+Each trial runs as training does, through the executor, on as many ranks, so times contain what the ranks do to each
+other. Pipelines side by side run each on its own; what they do to sum their gradients is not measured.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -29,19 +28,16 @@ from optpipe.profile import (
     Timing,
     TrialProfile,
 )
-from runtime import costs, gather, launch, links, machine, optimizer, partition, samples, stages
+from runtime import conditions, costs, data, gather, launch, links, optimizer, parallel, partition, samples, stages
 from runtime.data import VOCABULARY, batch_shape
 from runtime.executor import Executor, OpRecord
 from runtime.model import loss_fn
+from runtime.place import Place
 from runtime.samples import Sample, Trace
 from runtime.stage import StageBytes, measure_bytes
 from runtime.trial import Trial
 from runtime.worker import Rank
 
-#: Wall over CPU time of compute above which a machine counts as loaded.
-LOADED_ABOVE = 1.1
-#: A trial whose step is further than this share from what its own figures predict makes a warning.
-OFF_BY = 0.1
 #: Of the free memory of a GPU, what trials may fill with activations.
 TRIAL_SHARE = 0.8
 #: The schedules that are run. That with recomputation tells only how long C takes: its F keeps nothing.
@@ -54,7 +50,7 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 
 def profile(config: Config, on_progress: Callable[[str], None] | None = None) -> Profile:
-    """Measure the model of a config on one local rank a device, or on the ranks of torchrun.
+    """Measure the model of a config on the local ranks that its training would have, or on those of torchrun.
 
     Parameters
     ----------
@@ -71,13 +67,15 @@ def profile(config: Config, on_progress: Callable[[str], None] | None = None) ->
     Raises
     ------
     InputError
-        The config has no model, or asks for devices that are not there.
+        The config has no model, or asks for devices that are not there, or its text cannot be read: what is measured
+        does not depend on the text, but what it is measured for does.
     RunFailed
         A rank failed: the first cause.
     """
     stages.gpt_config(config)  # a config without a model is refused before anything starts
-    ranks = config.pipeline.devices
+    ranks = config.num_ranks
     device = launch.resolve_device(config.device, ranks, config.file)
+    data.check(config)
 
     def hear(message: dict[str, Any]) -> None:
         if on_progress is not None:
@@ -90,12 +88,13 @@ def profile(config: Config, on_progress: Callable[[str], None] | None = None) ->
 def measure_rank(rank: Rank, config: dict[str, Any], file: str) -> dict[str, Any]:
     """What one rank does to measure; the profile as JSON, the same on every rank."""
     settings = Config.from_json({**config, "device": rank.device.type}, file)
+    place = Place.of(rank.rank, settings, rank.device)
     if settings.pipeline.partition == "balanced":
         _say(rank, "layers, to balance the stages")
-        of_ranks = gather.numbers(costs.layers(settings, rank.device))
+        of_ranks = gather.numbers(costs.layers(settings, rank.device, place))
         mean = [statistics.fmean(layer) for layer in zip(*of_ranks, strict=True)]
         settings = settings.with_partition(partition.balanced(mean, settings.pipeline.stage_devices))
-    return _Measurement(rank, settings).run().to_json()
+    return _Measurement(rank, settings, place).run().to_json()
 
 
 def _say(rank: Rank, text: str) -> None:
@@ -106,10 +105,11 @@ def _say(rank: Rank, text: str) -> None:
 class _Measurement:
     """One rank's part of a profile whose partition is settled."""
 
-    def __init__(self, rank: Rank, config: Config) -> None:
-        self.rank, self.config = rank, config
+    def __init__(self, rank: Rank, config: Config, place: Place) -> None:
+        self.rank, self.config, self.place = rank, config, place
         self.placement = config.pipeline.stage_devices
-        self.stages = stages.build_stages(config, rank.rank, rank.device)
+        self.stages = stages.build_stages(config, place.device, rank.device)
+        parallel.parallelize(self.stages.values(), place, sharded=False)
         self.boundaries = stages.boundaries(config)
         self.message_bytes = 0
 
@@ -127,7 +127,7 @@ class _Measurement:
             trial = Trial(self.placement, self._microbatches(), **kind, **common)
             trials[name] = trial, self._run_trial(trial)
         _say(self.rank, "links")
-        host = links.measure_host_links(self.rank, self.config)
+        host = links.measure_host_links(self.rank, self.config, self.place)
         return self._profile(sizes, trials, self._links(), host)
 
     def _microbatches(self) -> int:
@@ -160,7 +160,7 @@ class _Measurement:
         """Microbatches a stage that the trials may hold: on a GPU as many as fit, on a CPU device no limit."""
         most = 1e9
         if self.rank.device.type == "cuda":
-            _, gradients, _ = optimizer.state_bytes(self.stages.values())
+            _, gradients, _ = optimizer.state_bytes(self.stages.values(), self.config.train.shards)
             free = TRIAL_SHARE * (torch.cuda.mem_get_info(self.rank.device)[0] - gradients)
             most = max(1.0, free // max(1, sum(sizes[number].activation_bytes for number in self.stages)))
         least = min(row[0] for row in gather.numbers([most]))
@@ -170,7 +170,13 @@ class _Measurement:
         """Steps of a trial over all ranks, those after the warm-up."""
         pace = self.config.offload.bandwidth_bytes_per_s
         executor = Executor(
-            trial.plan(), self.stages, self.boundaries, loss_fn, device=self.rank.device, bandwidth=(pace, pace)
+            trial.plan(),
+            self.stages,
+            self.boundaries,
+            loss_fn,
+            device=self.rank.device,
+            ranks=self.place.ranks,
+            bandwidth=(pace, pace),
         )
         self.message_bytes = max(self.message_bytes, executor.message_bytes)
         inputs, targets = self._batch()
@@ -184,7 +190,7 @@ class _Measurement:
                 origin = result.origin * 1e3
                 if number >= self.config.measure.warmup:
                     steps.append(([_sample(op, origin) for op in result.ops], result.step_ms))
-        ranks = gather.objects(steps)
+        ranks = self.place.of_first(gather.objects(steps))
         return [
             Trace(tuple(Sample(Kind(kind), *rest) for ops, _ in step for kind, *rest in ops), max(ms for _, ms in step))
             for step in zip(*ranks, strict=True)
@@ -194,13 +200,13 @@ class _Measurement:
         """Per boundary between stages: ms of an empty message, of one of its size and of a large one."""
         found = []
         for number, spec in enumerate(self.boundaries):
-            ends = self.placement[number], self.placement[number + 1]
+            ends = self.place.ranks[self.placement[number]], self.place.ranks[self.placement[number + 1]]
             sizes = {"empty": 1, "own": spec.nbytes, "large": links.MESSAGE_BYTES}
             here = {}
             for name, nbytes in sizes.items() if ends[0] != ends[1] else ():
                 here[name] = links.message_ms(*ends, nbytes, self.rank.device, self.config.measure.iterations)
             found.append({name: ms for name, ms in here.items() if ms is not None})
-        rows = gather.objects(found)
+        rows = self.place.of_first(gather.objects(found))
         return [rows[self.placement[number]][number] for number in range(len(found))]
 
     def _profile(
@@ -218,14 +224,14 @@ class _Measurement:
             for number in range(len(self.boundaries))
         )
         load = samples.loads(plain, self.placement)
-        held = *optimizer.state_bytes(self.stages.values()), self.message_bytes
-        static = gather.numbers([float(part) for part in held])
+        held = *optimizer.state_bytes(self.stages.values(), self.config.train.shards), self.message_bytes
+        static = self.place.of_first(gather.numbers([float(part) for part in held]))
         comm = [link.message_ms.median for link in boundary_links]
         checks = tuple(self._check(name, *trial, times, comm) for name, trial in trials.items())
         late = samples.late_share(trials["offloads"][1]) if "offloads" in trials else 0.0
         return Profile.make(
             name=self.config.name,
-            machine=_machine(self.rank),
+            machine=conditions.facts(self.rank),
             stages=tuple(self._stage(number, sizes[number], times) for number in range(len(self.placement))),
             devices=tuple(
                 DeviceProfile(
@@ -241,7 +247,10 @@ class _Measurement:
             channels=links.channels(self.config.offload, host.alone, host.pairs, host.crowded),
             trials=checks,
             settings=self.config,
-            warnings=(*warnings(load, late, checks, _crowding(self.rank)), *links.doubts(self.config.offload, host)),
+            warnings=(
+                *conditions.warnings(load, late, checks, conditions.crowding(self.rank), self.config.train.pipelines),
+                *links.doubts(self.config.offload, host),
+            ),
         )
 
     def _times(self, trials: dict[str, tuple[Trial, list[Trace]]]) -> dict[tuple[int, Kind], list[float]]:
@@ -314,61 +323,3 @@ def _link(nbytes: int, lags: list[float], messages: dict[str, list[float]]) -> L
         latency_ms=empty,
         bytes_per_s=links.MESSAGE_BYTES / max(large - empty, 1e-6) * 1e3,
     )
-
-
-def warnings(
-    load: Sequence[float | None], late: float, trials: Sequence[TrialProfile], crowding: float = 1.0
-) -> list[str]:
-    """What makes the figures doubtful, in words.
-
-    Parameters
-    ----------
-    load
-        Wall over CPU time of compute, by device; None: not known.
-    late
-        The share of paced copies that missed their pace.
-    trials
-        Steps as predicted and as measured.
-    crowding
-        Threads of all ranks on this machine over its cores; above 1 the ranks slow each other down by that much.
-    """
-    found = []
-    expected = max(1.0, crowding)
-    if crowding > 1.0:
-        found.append(f"the ranks have {crowding:.3g} threads a core: times hold while all ranks are busy")
-    busy = [(ratio, device) for device, ratio in enumerate(load) if ratio and ratio > LOADED_ABOVE * expected]
-    if busy:
-        ratio, device = max(busy)
-        found.append(
-            f"the machine was loaded: compute took up to {ratio:.2f} times its CPU time (device {device}), "
-            f"expected {expected:.3g}: times are too long"
-        )
-    if late > 0.0:
-        found.append(f"{late:.0%} of the copies missed the pace of offload.bandwidth_bytes_per_s")
-    found += [
-        f"{trial.name}: a step took {trial.measured_ms:.4g} ms, but its ops add up to {trial.predicted_ms:.4g} ms"
-        for trial in trials
-        if abs(trial.measured_ms / trial.predicted_ms - 1) > OFF_BY
-    ]
-    return found
-
-
-def _crowding(rank: Rank) -> float:
-    """Compute threads of this machine's ranks over its cores; of GPUs none."""
-    if rank.device.type == "cuda":
-        return 1.0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.world_size))
-    return here * torch.get_num_threads() / machine.cores()
-
-
-def _machine(rank: Rank) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "device": rank.device.type,
-        "processor": platform.processor() or platform.machine(),
-        "cores": machine.cores(),
-        "threads_per_rank": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    if rank.device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(rank.device)
-    return facts

@@ -6,6 +6,7 @@ import statistics
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,16 @@ class Tracer:
         )
         self._steps.append((number, result.origin + self._offset, device))
 
-    def write(self, path: str | Path, problem: Problem) -> None:
-        """Gather the steps of all ranks; rank 0 writes the file. Every rank calls it."""
+    def write(self, path: str | Path, problem: Problem, ranks: Sequence[int]) -> None:
+        """Gather the steps of all ranks; rank 0 writes those of ``ranks``, one a device. Every rank calls it."""
         mine = [{"step": number, "origin": origin, "device": device} for number, origin, device in self._steps]
-        ranks = gather.objects(mine)[: problem.num_devices]  # of several replicas the first
+        of_all = gather.objects(mine)
         if dist.get_rank() != 0:
             return
         steps = []
-        first = min((rank[0]["origin"] for rank in ranks if rank), default=0.0)
-        for parts in zip(*ranks, strict=True):
+        rows = [of_all[rank] for rank in ranks]
+        first = min((row[0]["origin"] for row in rows if row), default=0.0)
+        for parts in zip(*rows, strict=True):
             begin = min(part["origin"] for part in parts)
             for part in parts:
                 _shift(part["device"], (part["origin"] - begin) * 1e3)

@@ -28,7 +28,7 @@ def train(
     trace: str | Path | None = None,
     file: str | Path = "",
 ) -> Summary:
-    """Train the model of a plan under its schedule, on one local rank a device and replica, or on those of torchrun.
+    """Train the model of a plan under its schedule, on the config's number of local ranks, or on those of torchrun.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def train(
     settings = settings.model_copy(update={"train": settings.train.model_copy(update=changes)})
     if violations := verify_plan(plan):
         raise InputError(file, "", f"is not a valid plan: {violations[0]}")
-    ranks = plan.problem.num_devices * settings.train.replicas
+    ranks = settings.num_ranks
     device = launch.resolve_device(settings.device, ranks, settings.file)
-    _check_text(settings)
+    data.check(settings)
     _check_place(settings.train.checkpoint)
     first = _check_resume(settings)
     every, total = settings.train.log_every, settings.train.steps
@@ -79,13 +79,6 @@ def train(
     if trace is not None:
         arguments["trace"] = str(trace)
     return Summary(**launch.launch(train_rank, arguments, ranks, device, hear))
-
-
-def _check_text(settings: Config) -> None:
-    """Read the text once in the launching process: what is missing is one line, not a failed run."""
-    data.Corpus.load(settings.data, settings.gpt.context, settings.file)
-    if settings.train.validate_every is not None and not settings.data.validation_fraction:
-        raise InputError(settings.file, "train.validate_every", "needs held-out text, expected a validation_fraction")
 
 
 def _check_place(folder: str | None) -> None:
@@ -145,7 +138,15 @@ def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "")
     layers = sum(settings.pipeline.partition)
     if layers != settings.gpt.num_layers:
         raise InputError(where, "model.layers", f"makes {settings.gpt.num_layers} layers, but the plan's hold {layers}")
-    return settings
+    if carried is not None and settings.train.tensor_parallel != carried.train.tensor_parallel:
+        raise InputError(
+            where,
+            "train.tensor_parallel",
+            f"is {settings.train.tensor_parallel}, but the plan's times and sizes are of "
+            f"{carried.train.tensor_parallel}, expected the same, or a plan from a new profile",
+        )
+    # Sections of two files: they have to fit together as those of one do.
+    return Config.from_json(settings.to_json(), where)
 
 
 def train_rank(
@@ -164,5 +165,5 @@ def train_rank(
             if step.step == total or (every is not None and step.step % every == 0):
                 run.save(step.step)
     if run.tracer is not None and trace is not None:
-        run.tracer.write(trace, schedule.problem)
+        run.tracer.write(trace, schedule.problem, run.place.of_first(range(rank.world_size)))
     return vars(run.summary())

@@ -16,8 +16,8 @@ from optpipe import metrics
 from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
-from runtime import checkpoint, data, evaluate, gather, memory_manager, optimizer, stages
-from runtime.data_parallel import Replicas
+from runtime import checkpoint, data, evaluate, gather, memory_manager, optimizer, parallel, stages
+from runtime.data_parallel import Replicas, Shards
 from runtime.executor import Executor, StepResult
 from runtime.gradients import GradientSync, TiedWeights
 from runtime.metrics_log import Step, Summary
@@ -39,8 +39,9 @@ class Trainer:
     def __init__(self, rank: Rank, config: Config, plan: Plan, *, traced: bool = False) -> None:
         self.tracer = Tracer() if traced else None
         self.rank, self.config, self.plan = rank, config, plan
-        self.place = Place.of(rank.rank, plan.problem.num_devices, config.train.replicas, rank.device)
+        self.place = Place.of(rank.rank, config, rank.device)
         self.stages = stages.build_stages(config, self.place.device, rank.device)
+        parallel.parallelize(self.stages.values(), self.place)
         owners = [self.place.ranks[device] for device in config.pipeline.stage_devices]
         self._tied = TiedWeights(stages.tied(config), self.stages, owners)
         bandwidth = config.offload.bandwidth_bytes_per_s
@@ -73,7 +74,9 @@ class Trainer:
         result = self._run_plans(number)
         if self.tracer is not None:
             self.tracer.record(number + 1, result)
-        norm = optimizer.apply(self.optimizer, self.config.optimizer, number, self.place.pipeline, self._tied.counts)
+        norm = optimizer.apply(
+            self.optimizer, self.config.optimizer, number, self.place.group("pipeline"), self._tied.counts
+        )
         if self.rank.device.type == "cuda":
             torch.cuda.synchronize(self.rank.device)
         step_ms = (time.perf_counter() - began) * 1e3
@@ -85,9 +88,12 @@ class Trainer:
         return record
 
     def _syncs(self) -> list[GradientSync]:
-        """Means over replicas first, then the sum over copies of a weight."""
-        across = self.place.across
-        return [self._tied] if across is None else [Replicas(self.stages, across), self._tied]
+        """Means over the pipelines first, then the sum over copies of a weight."""
+        if self.place.is_sharded:
+            return [Shards(self.stages), self._tied]
+        across = self.place.group("data")
+        replicas = [] if across is None or self.place.pipelines == 1 else [Replicas(self.stages, across)]
+        return [*replicas, self._tied]
 
     def _run_plans(self, number: int) -> StepResult:
         """The runs of the plan that make one step, each on its part of the batch."""
@@ -95,7 +101,7 @@ class Trainer:
         m, runs = self.plan.problem.num_microbatches, self.config.batch.accumulate
         results = []
         for run in range(runs):
-            # Counted from this replica's part on; the seeds count over the whole batch.
+            # Counted from this pipeline's part on; the seeds count over the whole batch.
             first = run * m
             part = slice(first, first + m)
             results.append(
@@ -104,7 +110,7 @@ class Trainer:
                     targets and targets[part],
                     number=number,
                     denominator=m * runs,
-                    first_microbatch=self.place.replica * runs * m + first,
+                    first_microbatch=self.place.pipeline * runs * m + first,
                     is_last=run == runs - 1,
                 )
             )
@@ -114,30 +120,24 @@ class Trainer:
         """Write a checkpoint after a step, where the config asks for it."""
         if self.config.train.checkpoint is not None:
             facts = {"step": step, "training": self.config.training()}
-            mine = self.stages if self.place.replica == 0 else {}  # the others have the same
-            checkpoint.save(self.config.train.checkpoint, mine, facts, self.optimizer)
+            spread = self.place.is_sharded or self.place.tensor_parallel > 1
+            mine = self.stages if spread or self.place.pipeline == 0 else {}  # the others have the same
+            checkpoint.save(self.config.train.checkpoint, mine, facts, self.optimizer, spread=spread)
 
     def _validation_loss(self) -> float:
         """The mean over a few batches, the same ones every time; the same on every rank."""
-        batches = [
-            data.batch(self.text.validation, self.config.train.seed, number, self._microbatches())
-            for number in range(VALIDATION_BATCHES)
-        ]
+        batches = [self._part(self.text.validation, number) for number in range(VALIDATION_BATCHES)]
         inputs, targets = (torch.cat(parts).to(self.rank.device) for parts in zip(*batches, strict=True))
         loss = self.evaluator().loss(list(inputs), list(targets))
-        # Every replica has the same model, and takes the same text.
-        return sum(row[0] for row in gather.numbers([loss or 0.0])) / self.place.replicas
-
-    def _microbatches(self) -> tuple[int, int, int]:
-        """(microbatches of the plan, microbatch size, context)."""
-        return self.plan.problem.num_microbatches, *self.shape[1:]
+        # Every pipeline has the same model, and takes its part of the text.
+        return sum(row[0] for row in gather.numbers([loss or 0.0])) / self.place.copies
 
     def evaluator(self) -> evaluate.Evaluator:
         """Made on first use; by all ranks together."""
         if self._evaluator is None:
-            problem = self.plan.problem
+            count = VALIDATION_BATCHES * self.shape[0] // self.place.pipelines
             self._evaluator = evaluate.Evaluator(
-                problem.changed(num_microbatches=VALIDATION_BATCHES * problem.num_microbatches),
+                self.plan.problem.changed(num_microbatches=count),
                 self.stages,
                 stages.boundaries(self.config),
                 loss_fn,
@@ -155,13 +155,17 @@ class Trainer:
     def _batch(self, number: int) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
         if not (self.is_first or self.is_last):
             return None, None
-        whole = data.batch(self.text.train, self.config.train.seed, number, self.shape)
-        tokens, targets = (part.chunk(self.place.replicas)[self.place.replica] for part in whole)
+        tokens, targets = self._part(self.text.train, number)
         device = self.rank.device
         return (
             list(tokens.to(device)) if self.is_first else None,
             list(targets.to(device)) if self.is_last else None,
         )
+
+    def _part(self, text: Tensor, number: int) -> list[Tensor]:
+        """Tokens and targets of this pipeline, of a batch of all pipelines."""
+        whole = data.batch(text, self.config.train.seed, number, self.shape)
+        return [part.chunk(self.place.pipelines)[self.place.pipeline] for part in whole]
 
     def _record(self, number: int, result: StepResult, norm: float | None, step_ms: float) -> Step:
         """The step over all ranks; every rank gets the same."""
@@ -178,7 +182,7 @@ class Trainer:
             *map(float, memory_manager.counts(result.reliefs).values()),
         ]
         rows = gather.numbers(mine)
-        loss = sum(row[0] for row in rows) / self.place.replicas
+        loss = sum(row[0] for row in rows) / self.place.copies
         pipeline_ms, whole_ms = max(row[1] for row in rows), max(row[2] for row in rows)
         if loss != loss or loss == float("inf"):
             raise RunFailed(f"the loss is {loss} in step {number + 1}: try a lower optimizer.learning_rate")
@@ -203,8 +207,11 @@ class Trainer:
         )
 
     def _of_devices(self, of_ranks: list[int]) -> list[int]:
-        """The largest of all replicas, by device."""
-        return [max(of_ranks[device :: self.place.devices]) for device in range(self.place.devices)]
+        """The largest of all ranks that are this device, by device."""
+        most = [0] * self.place.devices
+        for rank, value in enumerate(of_ranks):
+            most[self.place.device_of(rank)] = max(most[self.place.device_of(rank)], value)
+        return most
 
     def _agree_on_the_text(self) -> None:
         """Ranks draw batches on their own: they must have the same text."""

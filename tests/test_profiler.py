@@ -15,8 +15,10 @@ from optpipe.profile import Profile, TrialProfile
 from optpipe.timing import earliest
 from optpipe.verify import verify_plan
 from runtime import costs, links
+from runtime.conditions import warnings
 from runtime.links import HostLink, HostLinkTrial
-from runtime.profiler import profile, warnings
+from runtime.place import Place
+from runtime.profiler import profile
 from runtime.train import train
 from runtime.trial import Trial
 
@@ -132,7 +134,7 @@ def test_a_config_without_a_model_is_refused_at_once() -> None:
 
 def test_layer_costs_are_one_a_layer() -> None:
     config = Config.from_json(SETTINGS, "some.yaml")
-    found = costs.layers(config, torch.device("cpu"))
+    found = costs.layers(config, torch.device("cpu"), Place.of(0, config, torch.device("cpu")))
     assert len(found) == 5 and min(found) > 0 and len(set(found[1:4])) == 1
 
 
