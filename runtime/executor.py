@@ -69,6 +69,9 @@ class Executor:
         A wait for another rank that takes longer ends the run.
     syncs
         What gradients go through before ``step`` returns, in this order: ``gradients``, ``data_parallel``.
+    fixed_order
+        The stages talk to other ranks while they compute, so that these must run the same ops in the same order: the
+        memory manager keeps the plan's. Stages with DTensors as parameters are known to.
     before_op
         Called in the op's lane as the op begins (transfers: on CPU only).
     watch_memory
@@ -93,6 +96,7 @@ class Executor:
         seed: int = 0,
         timeout_s: float = 300.0,
         syncs: Sequence[GradientSync] = (),
+        fixed_order: bool = False,
         before_op: BeforeOp | None = None,
         watch_memory: bool = False,
     ) -> None:
@@ -134,7 +138,9 @@ class Executor:
         back = out if self.program.half_duplex else copy_lane("reload lane", self.device, self.failure, bandwidth[1])
         self.planned_peak_bytes: int = memory.peaks(problem, plan.ops)[self._number]
         headroom = cuda_headroom(self.device) if self.device.type == "cuda" else None
-        alone = not any(isinstance(p, DTensor) for module in stages.values() for p in module.parameters())
+        alone = not fixed_order and not any(
+            isinstance(p, DTensor) for module in stages.values() for p in module.parameters()
+        )
         self.manager = MemoryManager(problem, self.program, self.ledger, headroom, may_reorder=alone)
         self._parts = Parts(
             self.device,

@@ -55,7 +55,7 @@ class Pipeline:
     device
         Where this rank's stages live.
     options
-        As of ``Executor``: ranks, bandwidth, seed, timeout_s, syncs.
+        As of ``Executor``: ranks, bandwidth, seed, timeout_s, syncs, fixed_order.
 
     Raises
     ------

@@ -118,8 +118,7 @@ def test_the_order_is_kept_where_ranks_must_keep_step():
     real = sum(stage.activation_bytes for stage in problem.stages)
     plan = with_budgets(plan, [max(memory.peaks(plan.problem, plan.ops)[0], 5 * real)])
     stages = {s: stage_module(s, 2) for s in range(2)}
-    with Executor(plan, stages, boundaries(2), loss_fn) as executor:
-        executor.manager._may_reorder = False
+    with Executor(plan, stages, boundaries(2), loss_fn, fixed_order=True) as executor:
         for number in range(2):
             result = executor.step(*batch(M), number=number)
         done = counts(result.reliefs)
