@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 from optpipe.errors import InputError
 from runtime import checkpoint
+from runtime.model import Block, GPTConfig
 
 
 def stage(first: int, seed: int) -> nn.Sequential:
@@ -20,9 +23,10 @@ def stage(first: int, seed: int) -> nn.Sequential:
     return module
 
 
-def test_what_was_saved_comes_back_by_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_was_saved_comes_back_by_layer(tmp_path: Path, spread: bool) -> None:
     stages = {0: stage(0, 1), 1: stage(2, 2)}
-    checkpoint.save(tmp_path / "run", stages, {"step": 7})
+    checkpoint.save(tmp_path / "run", stages, {"step": 7}, spread=spread)
     state, facts = checkpoint.load(tmp_path / "run")
     assert facts["step"] == 7
     assert {name.split(".")[0] for name in state} == {"0", "1", "2", "3"}
@@ -41,11 +45,12 @@ def test_a_new_one_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) 
         assert checkpoint.find(path) == (path, facts), "a checkpoint itself may be named too"
 
 
-@pytest.mark.parametrize("killed_at", ["rmtree", "rename", "write_json"])
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("killed_at", ["rmtree", "rename", "write_json", "fsync"])
 def test_a_save_that_is_killed_at_any_point_leaves_a_whole_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str, spread: bool
 ) -> None:
-    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1})
+    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1}, spread=spread)
 
     class Killed(BaseException):
         pass
@@ -54,17 +59,18 @@ def test_a_save_that_is_killed_at_any_point_leaves_a_whole_one(
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        owner = {"rmtree": checkpoint.shutil, "rename": Path, "write_json": checkpoint.files}[killed_at]
+        owner = {"rmtree": checkpoint.shutil, "rename": Path, "write_json": checkpoint.files, "fsync": os}[killed_at]
         patch.setattr(owner, killed_at, die)
-        checkpoint.save(tmp_path, {0: stage(0, 2)}, {"step": 2})
+        checkpoint.save(tmp_path, {0: stage(0, 2)}, {"step": 2}, spread=spread)
     state, facts = checkpoint.load(tmp_path)
     assert facts["step"] == (2 if killed_at == "rmtree" else 1)
     assert torch.equal(state["0.weight"], stage(0, facts["step"]).state_dict()["0.weight"])
-    checkpoint.save(tmp_path, {0: stage(0, 3)}, {"step": 3})
+    checkpoint.save(tmp_path, {0: stage(0, 3)}, {"step": 3}, spread=spread)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-def test_weights_and_optimiser_come_back_under_another_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_weights_and_optimiser_come_back_under_another_cut(tmp_path: Path, spread: bool) -> None:
     def optimiser(stages: dict[int, nn.Sequential]) -> torch.optim.AdamW:
         return torch.optim.AdamW([p for module in stages.values() for p in module.parameters()], lr=0.1)
 
@@ -79,7 +85,7 @@ def test_weights_and_optimiser_come_back_under_another_cut(tmp_path: Path) -> No
     stages = {0: stage(0, 1), 1: stage(2, 2)}
     adamw = optimiser(stages)
     step(stages, adamw)
-    checkpoint.save(tmp_path, stages, {"step": 1}, adamw)
+    checkpoint.save(tmp_path, stages, {"step": 1}, adamw, spread=spread)
     whole = {0: nn.Sequential()}
     for first in (0, 2):
         for name, layer in stage(first, 9).named_children():
@@ -111,6 +117,66 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         checkpoint.load(tmp_path)
 
 
+class Runs:
+    """What a pickle runs as it is read."""
+
+    def __reduce__(self):
+        return print, ("this must not be run",)
+
+
+def test_parts_that_are_damaged_are_one_line_and_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def saved() -> Path:
+        checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1}, spread=True)
+        return checkpoint.find(tmp_path)[0]
+
+    for value in (Runs(), [], {"tensors": []}, [1, 2, 3, 4]):
+        file = saved() / "part-0.pt"
+        torch.save(value, file)
+        with pytest.raises(InputError, match=r"part-0\.pt: is damaged"):
+            checkpoint.load(tmp_path)
+    file.unlink()
+    with pytest.raises(InputError, match=r"part-0\.pt: is damaged"):
+        checkpoint.load(tmp_path)
+    index = saved() / "index.json"
+    whole = index.read_text()
+    for damaged in ("{}", whole.replace('"float32"', '"load"'), whole.replace('"place"', '"spot"'), "[3]"):
+        index.write_text(damaged)
+        with pytest.raises(InputError, match=r"index\.json: is damaged"):
+            checkpoint.load(tmp_path)
+    assert "run" not in capsys.readouterr().out
+
+
+def test_attention_of_the_first_version_comes_in_the_order_of_now(tmp_path: Path) -> None:
+    """There all queries came first, then all keys, then all values."""
+    heads, width = 2, 6
+    layer = Block(GPTConfig(layers=1, width=width, heads=heads, context=4))
+    module, adamw = nn.Sequential(layer), torch.optim.AdamW(layer.parameters())
+    module(torch.randn(2, 4, width)).sum().backward()
+    adamw.step()
+    checkpoint.save(tmp_path, {0: module}, {"step": 1, "training": {"model": {"heads": heads}}}, adamw)
+    path, facts = checkpoint.find(tmp_path)
+    before = torch.load(path / "stage-0.pt", weights_only=True)
+
+    def apart(rows: torch.Tensor) -> torch.Tensor:
+        each = [rows[3 * h * 3 : 3 * (h + 1) * 3].chunk(3) for h in range(heads)]
+        return torch.cat([each[h][part] for part in range(3) for h in range(heads)])
+
+    for name in ("0.query_key_value.weight", "0.query_key_value.bias"):
+        before["model"][name] = apart(before["model"][name])
+        for moment in ("exp_avg", "exp_avg_sq"):
+            before["optimizer"][name][moment] = apart(before["optimizer"][name][moment])
+    torch.save(before, path / "stage-0.pt")
+    (path / "checkpoint.json").write_text(json.dumps({**facts, "version": 1}))
+    again = nn.Sequential(Block(GPTConfig(layers=1, width=width, heads=heads, context=4)))
+    optimizer = torch.optim.AdamW(again.parameters())
+    checkpoint.restore(tmp_path, {0: again}, optimizer)
+    for (name, value), one, other in zip(
+        again.named_parameters(), adamw.state.values(), optimizer.state.values(), strict=True
+    ):
+        assert torch.equal(value, module.get_parameter(name)), name
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+
+
 def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path / "run", {0: stage(0, 1)}, {"step": 1})
 
@@ -120,6 +186,8 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(InputError, match="run: cannot be written: No space left on device"):
         checkpoint.save(tmp_path / "run", {0: stage(0, 2)}, {"step": 2})
+    with pytest.raises(InputError, match="run: cannot be written: No space left on device"):
+        checkpoint.save(tmp_path / "run", {0: stage(0, 2)}, {"step": 2}, spread=True)
     assert checkpoint.load(tmp_path / "run")[1]["step"] == 1
 
 

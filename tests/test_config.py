@@ -87,6 +87,12 @@ BAD = {
     "optimizer: {learning_rate: -1}": "optimizer.learning_rate: ",
     "solver: {time_limit_s: -1}": "solver.time_limit_s: ",
     "train: {steps: 0}": "train.steps: ",
+    "train: {shards: 0}": "train.shards: ",
+    "train: {tensor_parallel: two}": "train.tensor_parallel: expected an integer, not 'two'",
+    MODEL
+    + "train: {tensor_parallel: 3}": "train.tensor_parallel: 3 does not divide model.heads, expected a divisor of",
+    MODEL.replace("}", ", dropout: 0.1}")
+    + "train: {tensor_parallel: 2}": "model.dropout: is 0.1 with train.tensor_par",
     "problem: {name: x}": "problem.num_microbatches: is missing",
     PROBLEM.replace("FORWARD", "-1"): "problem.stages[0].forward_ms: ",
     PROBLEM.replace("FORWARD", "1, forwrd_ms: 1"): "problem.stages[0].forwrd_ms: unknown key",
@@ -127,6 +133,12 @@ def test_a_config_without_a_model_says_so_when_one_is_needed(tmp_path: Path) -> 
 )
 def test_placements(tmp_path: Path, pipeline: str, devices: tuple[int, ...]) -> None:
     assert read(tmp_path, f"pipeline: {pipeline}").pipeline.stage_devices == devices
+
+
+def test_ranks_are_devices_times_what_is_around_the_pipeline(tmp_path: Path) -> None:
+    train = "{replicas: 2, shards: 3, tensor_parallel: 5}"
+    config = read(tmp_path, f"pipeline: {{devices: 7}}\ntrain: {train}")
+    assert config.num_ranks == 2 * 3 * 5 * 7 and config.train.pipelines == 6
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,20 @@ def test_no_token_sees_a_later_one():
     assert not torch.allclose(one[:, 7:], other[:, 7:])
 
 
+def test_attention_is_that_of_each_head_alone():
+    block = build_layers(CONFIG)[1]
+    x = torch.randn(2, 5, CONFIG.width)
+    size = CONFIG.width // CONFIG.heads
+    later = torch.ones(5, 5).triu(1).bool()
+    found = []
+    for head in range(CONFIG.heads):
+        rows = slice(3 * head * size, 3 * (head + 1) * size)
+        q, k, v = (x @ block.query_key_value.weight[rows].T + block.query_key_value.bias[rows]).split(size, -1)
+        weights = (q @ k.transpose(1, 2) / size**0.5).masked_fill(later, -math.inf).softmax(-1)
+        found.append(weights @ v)
+    torch.testing.assert_close(block._attend(x), torch.cat(found, -1))
+
+
 def test_loss_is_the_mean_over_all_tokens():
     logits, targets = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
     by_hand = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()

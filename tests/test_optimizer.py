@@ -91,3 +91,7 @@ def test_state_bytes_are_what_adamw_allocates() -> None:
     assert weights == sum(p.numel() * 4 for p in module.parameters())
     assert gradients == sum(p.grad.numel() * 4 for p in module.parameters() if p.grad is not None)
     assert state == sum(t.numel() * t.element_size() for s in adamw.state.values() for t in s.values())
+    # Under FSDP half of everything is kept, and during a step weights and gradients are whole besides.
+    counts = 4 * len(adamw.state)
+    half = optimizer.state_bytes([module], shards=2)
+    assert half == (weights * 3 // 2, gradients * 3 // 2, (state - counts) // 2 + counts)

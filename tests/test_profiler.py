@@ -14,11 +14,13 @@ from optpipe.plan import Plan
 from optpipe.profile import Profile, TrialProfile
 from optpipe.timing import earliest
 from optpipe.verify import verify_plan
-from runtime import costs, links
+from runtime import costs, launch, links, optimizer, stages
 from runtime.conditions import warnings
 from runtime.links import HostLink, HostLinkTrial
+from runtime.model import loss_fn
 from runtime.place import Place
 from runtime.profiler import profile
+from runtime.stage import measure_bytes
 from runtime.train import train
 from runtime.trial import Trial
 
@@ -120,11 +122,32 @@ def test_the_bytes_of_a_profile_hold_in_training(measured: tuple[Profile, list[s
     assert all(0 < host <= most for host, most in zip(summary.host_peak_bytes, moved, strict=True))
 
 
-def test_without_offloading_no_copy_is_measured() -> None:
-    config = Config.from_json({**SETTINGS, "pipeline": {"devices": 1}, "offload": {"enabled": False}}, "some.yaml")
+def test_two_ranks_that_share_tensors_are_measured_as_one_device() -> None:
+    """And without offloading no copy is measured."""
+    alone = {"pipeline": {"devices": 1}, "offload": {"enabled": False}, "measure": {"warmup": 0, "iterations": 1}}
+    alone |= {"batch": {"microbatches": 2, "microbatch_size": 2}, "model": {**SETTINGS["model"], "layers": 1}}
+    config = Config.from_json({**SETTINGS, **alone, "train": {"tensor_parallel": 2}}, "some.yaml")
     found = profile(config)
     assert found.stages[0].offload_ms is None and found.channels == () and found.links == ()
     assert not found.to_problem().can_offload(0)
+    assert len(found.devices) == len(found.stages) == 1 and found.trials[0].measured_ms > 0
+    (whole,) = stages.build_stages(found.settings, 0, torch.device("cpu")).values()
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    assert found.stages[0].activation_bytes < measure_bytes(whole, 0, 1, tokens, tokens, loss_fn).activation_bytes
+    assert optimizer.state_bytes([whole])[0] * 0.5 < found.devices[0].weight_bytes < optimizer.state_bytes([whole])[0]
+    other = Config.from_json({**SETTINGS, **alone}, "other.yaml")
+    with pytest.raises(InputError, match=r"^other.yaml: train.tensor_parallel: is not what was measured, expected 2"):
+        found.for_config(other)
+
+
+def test_text_that_is_not_there_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    for data, message in (({"folder": "/nowhere"}, "data.folder: /nowhere is no folder"), ({"max_bytes": 9}, "data")):
+        with pytest.raises(InputError, match=f"^some.yaml: {message}"):
+            profile(Config.from_json({**SETTINGS, "data": data}, "some.yaml"))
+    with pytest.raises(InputError, match=r"^some.yaml: train.validate_every: needs held-out text"):
+        parts = {"train": {"validate_every": 2}, "data": {"validation_fraction": 0.0}}
+        profile(Config.from_json({**SETTINGS, **parts}, "some.yaml"))
 
 
 def test_a_config_without_a_model_is_refused_at_once() -> None:
@@ -179,6 +202,8 @@ def test_doubtful_figures_are_named() -> None:
     assert found[0].startswith("the machine was loaded: compute took up to 1.50 times its CPU time (device 1)")
     assert found[1].startswith("20% of the copies")
     assert found[2].startswith("1F1B, offloads: a step took 150 ms")
+    (unseen,) = warnings([1.05], 0.0, (), pipelines=4)
+    assert unseen.startswith("4 pipelines side by side (train.replicas, train.shards): what they exchange")
 
 
 def test_more_ranks_than_cores_are_no_foreign_load() -> None:

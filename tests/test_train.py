@@ -19,7 +19,7 @@ from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.timing import earliest
-from runtime import checkpoint, data, optimizer, stages
+from runtime import checkpoint, data, launch, optimizer, stages
 from runtime.metrics_log import Step
 from runtime.model import build_layers, loss_fn
 from runtime.train import settings_of, train
@@ -232,6 +232,34 @@ def test_a_config_that_does_not_fit_the_plan_is_refused(changes: dict[str, Any],
     other = Config.from_json({**SETTINGS, "pipeline": PIPELINES["line"], **changes}, "other.yaml")
     with pytest.raises(InputError, match=f"^other.yaml: {message}"):
         settings_of(plan_of(config_of("line")), other)
+
+
+def test_as_many_ranks_are_started_as_the_config_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def start(work: object, arguments: object, ranks: int, *_: object) -> None:
+        started.append(ranks)
+        raise RunFailed("enough")
+
+    monkeypatch.setattr(launch, "launch", start)
+    around = {"train": {**SETTINGS["train"], "replicas": 3, "shards": 2, "tensor_parallel": 2}}
+    with pytest.raises(RunFailed, match="enough"):
+        train(plan_of(config_of("line", **around)))
+    assert started == [2 * 3 * 2 * 2]
+
+
+def test_what_a_config_puts_around_a_plan_has_to_fit_it() -> None:
+    plan = plan_of(config_of("line"))
+    more = Config.from_json({"train": {"shards": 2, "replicas": 2}}, "more.yaml")
+    assert settings_of(plan, more).num_ranks == 8, "bytes and times of the plan stay what they are"
+    shared = Config.from_json({"train": {"tensor_parallel": 2}}, "more.yaml")
+    with pytest.raises(InputError, match=r"^more.yaml: train.tensor_parallel: is 2, but the plan's .* are of 1"):
+        settings_of(plan, shared)
+    assert plan.training is not None
+    plan.training["train"]["tensor_parallel"] = 2
+    narrow = Config.from_json({"model": {**SETTINGS["model"], "heads": 1}}, "more.yaml")
+    with pytest.raises(InputError, match=r"^more.yaml: train.tensor_parallel: 2 does not divide model.heads"):
+        settings_of(plan, narrow)
 
 
 def test_a_balanced_config_takes_the_plans_partition() -> None:
