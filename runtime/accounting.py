@@ -15,6 +15,9 @@ What does not count: parameters, buffers, the batch itself (inputs and targets),
 Messages under way are counted apart, as *message bytes*: inputs received before their F starts, and gradients that B
 has made and that are not sent yet. Both are bounded by constants that follow from the plan (`Program.message_bytes`).
 
+What autograd saves is counted by taking it in hand (``saved``), which has its price: where nothing limits the device's
+memory, one run counts all of it, and those after it only what the plan moves.
+
 A storage is counted once, however many hold it, and as activation where at least one holder is one. So the level never
 exceeds the plan's, which adds up stages as if they shared nothing.
 """
@@ -62,12 +65,6 @@ class Ledger:
         """Start the peaks anew, from what is held now."""
         with self._lock:
             self.activation_peak, self.message_peak = self.activation_bytes, self.message_bytes
-
-    def take_peak(self) -> tuple[int, int]:
-        """Activation bytes now, and the most since the last call; the peak starts anew from now."""
-        with self._lock:
-            peak, self.activation_peak = self.activation_peak, self.activation_bytes
-            return self.activation_bytes, peak
 
     def take_peak(self) -> tuple[int, int]:
         """Activation bytes now, and the most since the last call; the peak starts anew from now."""

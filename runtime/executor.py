@@ -157,6 +157,7 @@ class Executor:
             MemoryWatch(self.ledger, self.device) if watch_memory else None,
         )
         self._run: Run | None = None
+        self._counted_peak: int | None = None  # of a run in which everything was counted
 
     @property
     def message_bytes(self) -> int:
@@ -208,7 +209,7 @@ class Executor:
         for sync in self._syncs:
             sync.begin()
         for stage in self._stages.values():
-            stage.begin([*inputs, *targets], denominator)
+            stage.begin([*inputs, *targets], denominator, self._handled(stage.index))
         self.ledger.reset_peaks()
         self.pool.reset_peak()
         self._run = run = Run(self._parts, inputs, targets, number, first_microbatch, is_last)
@@ -234,6 +235,16 @@ class Executor:
             self._run = None
         return self._result(run)
 
+    def _handled(self, stage: int) -> set[int] | None:
+        """The microbatches whose saved activations have to be in hand; None: all of them.
+
+        Where nothing limits the device's memory, that is what the plan moves, once a run has counted everything.
+        """
+        if self._counted_peak is None or self.manager.watches or self._parts.watch is not None:
+            return None
+        moves = (item for item in self.program.items if isinstance(item, programs.Move))
+        return {move.microbatch for move in moves if move.stage == stage}
+
     def _settle(self) -> None:
         """Wait for what is still under way."""
         for lane in self._parts.lanes.values():
@@ -248,9 +259,12 @@ class Executor:
     def _result(self, run: Run) -> StepResult:
         step_ms = (time.perf_counter() - run.origin) * 1e3
         watch = self._parts.watch
+        peak = max(self.ledger.activation_peak, 0 if watch is None else watch.peak, self._counted_peak or 0)
+        if self._counted_peak is None:
+            self._counted_peak = peak
         return StepResult(
             run.loss() if self._holds_last else None,
-            max(self.ledger.activation_peak, 0 if watch is None else watch.peak),
+            peak,
             self.ledger.message_peak,
             self.pool.peak,
             tuple(run.records()),

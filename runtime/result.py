@@ -58,7 +58,8 @@ class StepResult:
     loss
         Mean over microbatches, on the rank that holds the last stage; None elsewhere.
     peak_bytes
-        Peak of activation bytes, counted as the plan counts them: at most ``Executor.planned_peak_bytes``.
+        Peak of activation bytes, counted as the plan counts them: at most ``Executor.planned_peak_bytes``. Where
+        nothing limits the device's memory the first run counts, and the others have its figure.
     message_peak_bytes
         Peak of bytes in messages under way (received ahead, or not yet sent), which the plan does not count: at most
         ``Executor.message_bytes``.

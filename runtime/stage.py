@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -71,7 +71,7 @@ def constants(module: nn.Module) -> Iterator[Tensor]:
 class _Microbatch:
     """What a stage keeps of a microbatch from F to W."""
 
-    saved: Saved
+    saved: Saved | None  # None: autograd keeps what it saves by itself, not counted
     gradient: InputGradient
     seed: int
     split: bool
@@ -113,6 +113,7 @@ class Stage:
     ledger: Ledger
     pool: HostPool
     _skip: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _handled: Container[int] | None = None
     _changes_input: bool = True  # until a forward has shown that it does not
     _denominator: float = 1.0
     _under_way: dict[int, _Microbatch] = field(default_factory=dict)
@@ -129,8 +130,22 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    def begin(self, batch: list[Tensor], denominator: float | None = None) -> None:
-        """Before a step: the tensors of its batch, which are no activations, and what its losses are divided by."""
+    def begin(
+        self, batch: list[Tensor], denominator: float | None = None, handled: Container[int] | None = None
+    ) -> None:
+        """Before a step.
+
+        Parameters
+        ----------
+        batch
+            Its tensors, which are no activations.
+        denominator
+            What its losses are divided by.
+        handled
+            Microbatches whose saved activations can move and are counted; None: all. It costs some microseconds a
+            tensor; those of the others are left to autograd.
+        """
+        self._handled = handled
         self._denominator = float(self.num_microbatches) if denominator is None else denominator
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
         parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
@@ -164,8 +179,11 @@ class Stage:
             The forward will run again (C): only the input is kept.
         """
         tensor = x.tensor if isinstance(x, Parcel) else x
+        saved = None
+        if self._handled is None or microbatch in self._handled:
+            saved = Saved(self.ledger, self.device, self._skip, self.pool.space((self.index, microbatch)))
         state = _Microbatch(
-            Saved(self.ledger, self.device, self._skip, self.pool.space((self.index, microbatch))),
+            saved,
             InputGradient(self.ledger),
             seed,
             split,
@@ -217,7 +235,7 @@ class Stage:
 
     def _run(self, state: _Microbatch, x: Tensor) -> Tensor:
         draw_from(state.seed, self.device)
-        hooks = state.saved.hooks() if torch.is_grad_enabled() else nullcontext()
+        hooks = state.saved.hooks() if state.saved is not None and torch.is_grad_enabled() else nullcontext()
         with hooks, nullcontext() if state.split else together():
             if not self.is_first and torch.is_grad_enabled():
                 x = enter(x, state.gradient)
@@ -283,15 +301,20 @@ class Stage:
 
     def offload(self, microbatch: int, nbytes: int | None) -> Offload:
         """What O moves: at least ``nbytes``; None: everything."""
-        return self._under_way[microbatch].saved.offload(nbytes)
+        return self._saved(microbatch).offload(nbytes)
 
     def reload(self, microbatch: int) -> Reload:
         """What R brings back."""
-        return self._under_way[microbatch].saved.reload()
+        return self._saved(microbatch).reload()
 
     def saved_bytes(self, microbatch: int) -> int:
         """Bytes saved for the backward that are on the device now; the output's place is not among them."""
-        return self._under_way[microbatch].saved.nbytes
+        return self._saved(microbatch).nbytes
+
+    def _saved(self, microbatch: int) -> Saved:
+        saved = self._under_way[microbatch].saved
+        assert saved is not None, "its saved activations were left to autograd"
+        return saved
 
 
 @dataclass(frozen=True)
