@@ -102,18 +102,23 @@ def figures(problem: Problem, measured: metrics.Metrics | None) -> tuple[str, st
     )
 
 
+def usable(why_not: str) -> str:
+    """The last cell of a schedule's row: ``yes``, or ``no`` and why."""
+    return f"no: {why_not}" if why_not else "yes"
+
+
 def comparison_table(problem: Problem, rows: Sequence[tuple[str, metrics.Metrics | None, str]]) -> Table:
     """One row a schedule: its name, its figures, whether it can be used (or why not)."""
     table = plain_table(*COMPARISON)
     table.columns[-1].justify = "left"
     for name, measured, why_not in rows:
-        table.add_row(name, *figures(problem, measured), why_not or "yes")
+        table.add_row(name, *figures(problem, measured), usable(why_not))
     return table
 
 
 def comparison_html(problem: Problem, rows: Sequence[tuple[str, metrics.Metrics | None, str]]) -> str:
     """The same as an HTML table."""
-    cells = [COMPARISON, *((name, *figures(problem, m), why_not or "yes") for name, m, why_not in rows)]
+    cells = [COMPARISON, *((name, *figures(problem, m), usable(why_not)) for name, m, why_not in rows)]
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in cells]
     lines[0] = lines[0].replace("td>", "th>")
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

@@ -111,7 +111,10 @@ def _too_much(problem: Problem, ops: Ops) -> str:
     peaks = metrics.measure(problem, ops).peak_bytes
     for number, (peak, device) in enumerate(zip(peaks, problem.devices, strict=True)):
         if device.memory_bytes is not None and peak > device.memory_bytes:
-            return f"device {number} needs {peak} bytes, its budget is {device.memory_bytes}"
+            texts = [report.size_text(size) for size in (peak, device.memory_bytes)]
+            if texts[0] == texts[1]:
+                texts = [f"{size:,} bytes" for size in (peak, device.memory_bytes)]
+            return f"device {number} needs {texts[0]}, its budget is {texts[1]}"
     violations = verify(problem, ops)
     assert not violations, f"a schedule of {semantics.makespan(ops)} ms breaks a rule: {violations[0]}"
     return ""

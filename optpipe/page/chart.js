@@ -4,7 +4,7 @@
  * Knows canvas contexts, no document: page.js gives it one, with sizes, colours and the part of time to show. */
 
 const GUTTER = 92, AXIS = 22;
-const HEIGHT = { head: 20, compute: 24, transfer: 14, memory: 38, space: 8 };
+const HEIGHT = { head: 20, compute: 24, transfer: 16, memory: 38, space: 8 };
 const NARROW = 3;  // px: an op this far from the pointer is still meant
 
 /** The first index of ascending values with a value above x. */
@@ -19,7 +19,7 @@ function above(values, x) {
 
 /** A time in ms, with no more digits than a reader needs. */
 function ms(time) {
-  return `${Number(time.toPrecision(6))} ms`;
+  return `${Number(time.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 6 })} ms`;
 }
 
 /** Bytes in decimal units, three digits. */
@@ -223,7 +223,11 @@ class Chart {
 
   drawLabel(context, kind, op, from, wide, y) {
     const text = kind.letter + this.ops.microbatch[op], room = wide - 3;
-    const shown = text.length * 6.6 <= room ? text : kind.letter.length * 7.5 <= room ? kind.letter : "";
+    // Measured once a kind; all digits are equally wide.
+    kind.wide ??= context.measureText(kind.letter).width;
+    this.digit ??= context.measureText("0").width;
+    const whole = kind.wide + (text.length - kind.letter.length) * this.digit;
+    const shown = whole <= room ? text : kind.wide <= room ? kind.letter : "";
     if (!shown) return;
     context.fillStyle = kind.ink;
     context.textAlign = "center";
@@ -312,7 +316,8 @@ class Chart {
       context.fillStyle = colours.line;
       context.fillRect(x, AXIS - 6, 1, 6);
       context.fillStyle = colours.muted;
-      if (x > GUTTER - 1 && x < width - 12) context.fillText(`${Number((n * step).toPrecision(10))}`, x, AXIS / 2 - 1);
+      const text = Number((n * step).toPrecision(10)).toLocaleString("en", { maximumFractionDigits: 9 });
+      if (x > GUTTER - 1 && x < width - 16) context.fillText(text, x, AXIS / 2 - 1);
     }
     context.fillStyle = colours.muted;
     context.textAlign = "right";

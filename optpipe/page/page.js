@@ -42,6 +42,14 @@
   const idle = make("span", "", "key");
   idle.append(make("span", "\u00a0", "swatch bubble"), "bubble");
   element("legend").append(idle);
+  const held = make("span", "", "key");
+  held.append(make("span", "\u00a0", "swatch level"), "memory held");
+  element("legend").append(held);
+  if (charts.some((chart) => chart.data.devices.some((device) => device.budget !== null))) {
+    const budget = make("span", "", "key");
+    budget.append(make("span", "\u00a0", "swatch budget"), "budget");
+    element("legend").append(budget);
+  }
 
   const facts = make("table");
   const keys = [...new Set(data.charts.flatMap((chart) => chart.facts.map(([key]) => key)))];

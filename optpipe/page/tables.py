@@ -12,7 +12,7 @@ from optpipe import metrics, semantics
 from optpipe.ops import NUM_KINDS, Kind
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from optpipe.report import COMPARISON, figures, size_text
+from optpipe.report import COMPARISON, figures, size_text, usable
 from optpipe.trace import StepTrace
 
 
@@ -47,7 +47,7 @@ class PageTable:
 def of_schedules(problem: Problem, rows: Sequence[tuple[str, metrics.Metrics | None, str]], plan: Plan) -> PageTable:
     """Known schedules (name, figures, why not) side by side, and the plan itself last."""
     own = ("this plan", metrics.measure(problem, plan.ops), "")
-    cells = [[name, *figures(problem, measured), why_not or "yes"] for name, measured, why_not in (*rows, own)]
+    cells = [[name, *figures(problem, measured), usable(why_not)] for name, measured, why_not in (*rows, own)]
     return PageTable("Known schedules of this problem", COMPARISON, cells, strong=len(cells) - 1)
 
 
@@ -57,8 +57,8 @@ def of_plans(plan: Plan, other: Plan) -> PageTable:
     rows = [
         [
             "makespan",
-            f"{one.makespan_ms:.6g} ms",
-            f"{two.makespan_ms:.6g} ms",
+            f"{one.makespan_ms:,.6g} ms",
+            f"{two.makespan_ms:,.6g} ms",
             _change(one.makespan_ms, two.makespan_ms),
         ],
         ["bubble", f"{one.bubble_ratio:.2%}", f"{two.bubble_ratio:.2%}", ""],

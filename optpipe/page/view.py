@@ -35,9 +35,10 @@ def of_run(plan: Plan, step: StepTrace) -> dict[str, Any]:
     problem = plan.problem
     curves = [step.held(problem, device) for device in range(problem.num_devices)]
     facts = [
-        ["what", f"step {step.number} of a run, as measured"],
-        ["length", f"{semantics.makespan(step.ops):.5g} ms"],
+        *_what(problem),
+        ["makespan", f"{semantics.makespan(step.ops):,.6g} ms"],
         ["bubble", f"{metrics.measure(problem, step.ops).bubble_ratio:.2%}"],
+        ["found by", f"step {step.number} of a run, as measured"],
     ]
     chart = _chart(problem, step.ops, curves)
     for device, peak in enumerate(step.peak_bytes):
@@ -120,16 +121,9 @@ def _facts(plan: Plan) -> list[list[str]]:
     """What the plan is, how good, and how it was found."""
     problem, solver = plan.problem, plan.solver
     measured = metrics.measure(problem, plan.ops)
-    facts = [
-        ["problem", problem.name or "-"],
-        [
-            "size",
-            f"{problem.num_devices} devices, {problem.num_stages} stages, {problem.num_microbatches} microbatches",
-        ],
-        ["makespan", f"{measured.makespan_ms:.6g} ms"],
-    ]
+    facts = [*_what(problem), ["makespan", f"{measured.makespan_ms:,.6g} ms"]]
     if plan.lower_bound_ms is not None:
-        facts.append(["proven bound", f"{plan.lower_bound_ms:.6g} ms"])
+        facts.append(["proven bound", f"{plan.lower_bound_ms:,.6g} ms"])
     if plan.gap is not None:
         facts.append(["gap", f"{max(plan.gap, 0.0):.2%}"])
     facts.append(["bubble", f"{measured.bubble_ratio:.2%}"])
@@ -145,6 +139,11 @@ def _facts(plan: Plan) -> list[list[str]]:
         facts.append(["variables", f"{milp['columns']:,}, {milp.get('binaries', 0):,} of them binary"])
         facts.append(["rows", f"{milp.get('rows', 0):,}"])
     return facts
+
+
+def _what(problem: Problem) -> list[list[str]]:
+    size = f"{problem.num_devices} devices, {problem.num_stages} stages, {problem.num_microbatches} microbatches"
+    return [["problem", problem.name or "-"], ["size", size]]
 
 
 def _list(values: Floats) -> list[float]:

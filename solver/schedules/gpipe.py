@@ -30,7 +30,7 @@ def gpipe_recompute(problem: Problem) -> Ops:
         No stage can be recomputed.
     """
     if all(stage.checkpoint_bytes is None for stage in problem.stages):
-        raise DoesNotApply("no stage has checkpoint_bytes, so nothing can be recomputed")
+        raise DoesNotApply("needs checkpoint_bytes of a stage, without which nothing can be recomputed")
     return _gpipe(problem, recompute=True)
 
 
