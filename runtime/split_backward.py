@@ -111,14 +111,16 @@ def defer(work: WeightWork, *tensors: Tensor) -> bool:
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Add to ``parameter.grad``, as autograd does, in the parameter's dtype."""
-    gradient = gradient.to(parameter.dtype)
+    if gradient.dtype is not parameter.dtype:
+        gradient = gradient.to(parameter.dtype)
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    if parameter.grad is None:
+    kept = parameter.grad
+    if kept is None:
         parameter.grad = gradient
     else:
         # Not addmm_ into .grad: it rounds otherwise than the product followed by the sum.
-        parameter.grad.add_(gradient)
+        kept.add_(gradient)
 
 
 def convert(module: nn.Module) -> nn.Module:
@@ -140,14 +142,15 @@ class DeferredLinear(nn.Linear):
     """``nn.Linear`` whose weight gradients can be put off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _together or not _deferrable(self.weight, self.bias):
-            return F.linear(x, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if _together or not _deferrable(weight, bias):
+            return F.linear(x, weight, bias)
         dtype = None
         if torch.is_autocast_enabled(x.device.type):
             # The cast stays outside of the Function, so that autograd casts the input's gradient back.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
-        out: Tensor = _Linear.apply(x, self.weight, self.bias, dtype)
+        out: Tensor = _apply_linear(x, weight, bias, dtype)
         return out
 
 
@@ -182,7 +185,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(x)
         # Only parameters may stand on ctx: they stay on the device anyway, and W needs the very objects.
-        ctx.weight, ctx.bias, ctx.dtype = weight, bias, dtype
+        ctx.parameters = weight, bias, dtype
         if dtype is None:
             out = F.linear(x, weight, bias)
         else:
@@ -192,13 +195,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,), (weight, bias, dtype) = ctx.saved_tensors, ctx.parameters
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gx = None
-        if ctx.needs_input_grad[0]:
-            factor = weight if ctx.dtype is None else weight.to(ctx.dtype)
+        if needs_x:
+            factor = weight if dtype is None else weight.to(dtype)
             gx = _rows(g).mm(factor).view(*g.shape[:-1], weight.shape[1])
-        trained = ctx.weight if ctx.needs_input_grad[1] else None
-        trained_bias = ctx.bias if ctx.needs_input_grad[2] else None
+        trained, trained_bias = weight if needs_weight else None, bias if needs_bias else None
         # Detached, else what is put off would keep this microbatch's graph.
         if defer(_linear_work(trained, trained_bias), x.detach(), g.detach()):
             return gx, None, None, None
@@ -207,8 +210,12 @@ class _Linear(torch.autograd.Function):
         return gx, gw, gb, None
 
 
+#: ``_Linear.apply`` without what it does about functorch's transforms: under these only plain layers run.
+_apply_linear = super(torch.autograd.Function, _Linear).apply
+
+
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
@@ -217,10 +224,11 @@ def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
 
 def _linear_work(weight: Tensor | None, bias: Tensor | None) -> WeightWork:
     def work(x: Tensor, g: Tensor) -> None:
+        rows = _rows(g)
         if weight is not None:
-            accumulate(weight, _weight_gradient(x, g))
+            accumulate(weight, rows.t().mm(_rows(x)))
         if bias is not None:
-            accumulate(bias, _rows(g).sum(0))
+            accumulate(bias, rows.sum(0))
 
     return work
 
