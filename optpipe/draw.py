@@ -8,11 +8,13 @@
 
 A column is a slice of time. Three ways to fill it, by how many columns an op gets: its letter and microbatch in one
 row; letters above the last digits of microbatches; or, where a column holds several ops, the letter of the kind that
-fills most of it, in lower case where the device idles for more than a quarter of the column.
+they are, in lower case where the device idles for more than a quarter of the column, and a star where kinds alternate.
+A device with several stages has a row more that says where none of them runs.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +50,10 @@ _STYLE = {
 _GUTTER = 7
 _LEVELS = {False: " ▁▂▃▄▅▆▇█", True: " _.:-=+*#"}
 _OVER = "!"
+_MIXED = {True: "*", False: ":"}
+#: Below this part of a column no kind stands for all of it.
+_MAJORITY = 0.6
+_IDLE = {False: "░", True: "."}
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def gantt(
     shown = ops.take(picked[np.argsort(ops.start[picked], kind="stable")])
     fill = _filling(shown, window, problem.num_microbatches, ascii_only)
 
-    levels, over = memory.levels(problem, ops), False
+    levels, over, several = memory.levels(problem, ops), False, False
     chart = Text(no_wrap=True, overflow="crop")
     chart.append(_axis(window) + "\n", "dim")
     for device in sorted({int(d) for d in device_of[chosen]}):
@@ -139,12 +145,19 @@ def gantt(
         for label, mask in _lanes(shown, device, [s for s in problem.stages_of[device] if chosen[s]]):
             for row_number, row in enumerate(fill.rows(shown.take(mask))):
                 _add(chart, label if row_number == 0 else "", row)
+        if len(problem.stages_of[device]) > 1:
+            several = True
+            _add(
+                chart,
+                "idle",
+                Text(_idle(ops.take((device_of[ops.stage] == device) & ops.is_compute), window, ascii_only)),
+            )
         budget = problem.devices[device].memory_bytes
         memory_row = _sparkline(time, level, budget, window, ascii_only)
         over |= _OVER in memory_row
         _add(chart, "mem", Text(memory_row))
-    lines = [_clip(" " * (_GUTTER + 1) + line, width) for line in _legend(shown, fill.note, over)]
-    chart.append("\n".join(lines), "dim")
+    idle = f"{_IDLE[ascii_only]} the device idles" if several else "blank: idle"
+    chart.append("\n".join(_wrapped(_legend(shown, fill.note, over, idle), width)), "dim")
     return chart
 
 
@@ -218,14 +231,24 @@ def _filling(ops: Ops, window: Window, microbatches: int, ascii_only: bool) -> _
         return _Fill(lambda row: [_labelled(row, window, dash)], "a letter, then the microbatch")
     if typical >= 1:
         return _Fill(lambda row: _letters_and_digits(row, window), "below a letter the last digit of the microbatch")
-    return _Fill(lambda row: [_majority(row, window)], "the kind that fills most of a column; lower case: partly idle")
+    full, partly = _MIXED[True], _MIXED[False]
+    note = f"several ops a column: their kind, {full} if kinds alternate; lower case or {partly} if it is partly idle"
+    return _Fill(lambda row: [_majority(row, window)], note)
 
 
-def _legend(ops: Ops, note: str, over: bool) -> list[str]:
+def _legend(ops: Ops, note: str, over: bool, idle: str) -> list[str]:
     kinds = [kind for kind in Kind if (ops.kind == kind).any()]
     letters = ", ".join(f"{LETTER[kind]} {MEANING[kind]}" for kind in kinds)
     marks = [f"{_OVER} over the budget"] if over else []
-    return [letters, "; ".join([note, *marks, "blank: idle", "mem: bytes held of the budget"])]
+    return [letters, "; ".join([note, *marks, idle, "mem: bytes held of the budget"])]
+
+
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
+    """Beside the labels of the chart, or below them where it is too narrow for that."""
+    indent = " " * (_GUTTER + 1 if width >= 40 else 0)
+    return [
+        part for line in lines for part in textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent)
+    ]
 
 
 def _spans(ops: Ops, window: Window) -> list[tuple[int, int, Kind, int]]:
@@ -263,7 +286,7 @@ def _letters_and_digits(ops: Ops, window: Window) -> list[Text]:
 
 
 def _majority(ops: Ops, window: Window) -> Text:
-    """The kind that fills most of each column: capital where the lane is busy for three quarters of it or more."""
+    """The kind of the ops in each column: capital where the lane is busy for three quarters of it or more."""
     edges = window.edges
     share = np.zeros((len(Kind), window.columns))
     for kind in Kind:
@@ -272,13 +295,24 @@ def _majority(ops: Ops, window: Window) -> Text:
             share[kind] = np.diff(_busy_until(edges, ops.start[mask], ops.end[mask]))
     busy = share.sum(0) * (window.columns / (window.end - window.start))
     row = Text()
-    for fraction, kind in zip(busy.tolist(), share.argmax(0).tolist(), strict=True):
+    mixed = share.max(0) < _MAJORITY * share.sum(0)
+    for fraction, kind, several in zip(busy.tolist(), share.argmax(0).tolist(), mixed.tolist(), strict=True):
         if fraction < 0.05:
             row.append(" ")
+        elif several:
+            row.append(_MIXED[fraction >= 0.75], "black on white")
         else:
             letter = LETTER[Kind(kind)]
             row.append(letter if fraction >= 0.75 else letter.lower(), _STYLE[Kind(kind)])
     return row
+
+
+def _idle(computes: Ops, window: Window, ascii_only: bool) -> str:
+    """A mark in each column that the device, which these are the compute ops of, idles in for half or more."""
+    order = np.argsort(computes.start, kind="stable")
+    busy = np.diff(_busy_until(window.edges, computes.start[order], computes.end[order]))
+    length = (window.end - window.start) / window.columns
+    return "".join(_IDLE[ascii_only] if part < 0.5 * length else " " for part in busy.tolist())
 
 
 def _busy_until(times: Floats, start: Floats, end: Floats) -> Floats:

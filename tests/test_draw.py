@@ -81,7 +81,7 @@ def test_over_budget_is_marked_and_explained(tiny_plan):
     tiny_plan.problem = tiny_plan.problem.with_budgets([1500, None])
     chart = lines(tiny_plan)
     assert "!" in row(chart, "mem")
-    assert "! over the budget" in chart[-1]
+    assert "! over the budget" in " ".join(chart)
     assert "!" not in row(chart, "mem", device=1)
 
 
@@ -106,6 +106,11 @@ def test_several_stages_of_a_device_have_a_row_each(tiny_problem):
     assert row(chart, "s0").startswith("F0")
     assert row(chart, "s3").strip().startswith("F0")
     assert "stages 0, 3" in "\n".join(chart)
+    # Its own row says where the device idles: there both rows are blank, and nowhere else.
+    idle = row(chart, "idle").ljust(60)
+    for above in zip(row(chart, "s0").ljust(60), row(chart, "s3").ljust(60), idle, strict=True):
+        assert (above[2] == "░") == (above[:2] == (" ", " "))
+    assert "░ the device idles" in "\n".join(chart)
 
 
 def test_fused_backward_and_recompute_have_letters_of_their_own(tiny_problem):
@@ -126,8 +131,17 @@ def test_narrow_ops_show_the_last_digit_below_the_letter(tiny_problem):
 
 def test_crowded_columns_show_the_majority(tiny_problem):
     chart = lines(gpipe(scaled(tiny_problem, 2, 400)), 60)
-    assert set(row(chart, "s0")) <= set("FBWfbw ")
-    assert "fills most of a column" in chart[-1]
+    lane = row(chart, "s0")
+    assert set(lane) <= set("FBWfbw*: ")
+    # Forwards first, by themselves; then backwards and weight gradients by turns, neither of which stands for both.
+    assert lane.startswith("FFFF") and lane.rstrip()[-10:-1] == 9 * "*"
+    assert "* if kinds alternate" in " ".join(" ".join(chart).split())
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_the_legend_is_whole_on_any_width(tiny_plan, width):
+    text = " ".join(" ".join(lines(tiny_plan, width)).split())
+    assert "blank: idle; mem: bytes held of the budget" in text
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (4, 8), (16, 256)])
