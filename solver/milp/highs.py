@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import highspy
 import numpy as np
@@ -93,6 +94,18 @@ class MilpResult:
     binaries: int
     message: str = ""
     iterations: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to report of it."""
+        facts: dict[str, Any] = {
+            "status": self.status,
+            "nodes": self.nodes,
+            "rows": self.rows,
+            "columns": self.columns,
+            "binaries": self.binaries,
+            "seconds": round(self.seconds, 3),
+        }
+        return facts | ({"message": self.message} if self.message else {})
 
 
 class _Quiet(highspy.Highs):

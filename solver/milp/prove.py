@@ -146,15 +146,7 @@ class _Blocks:
         if more:
             self.bound, self.proven = bound, True
         if more or not self.facts:
-            self.facts = {
-                "devices": list(block),
-                "status": result.status,
-                "nodes": result.nodes,
-                "rows": result.rows,
-                "columns": result.columns,
-                "binaries": result.binaries,
-                "seconds": round(result.seconds, 3),
-            }
+            self.facts = {"devices": list(block), **result.facts()}
 
 
 def block_sizes(devices: int) -> Iterator[tuple[int, list[tuple[int, ...]]]]:

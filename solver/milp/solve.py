@@ -158,7 +158,7 @@ class _Run:
         result = self._run(program, replace(self.settings, time_limit=max(0.0, self._left())), vector, improved)
         if proves:
             self._take_bound(result)
-        self.facts |= _facts(result)
+        self.facts |= result.facts()
         return None if result.solution is None else schedule(program, result.solution)
 
     def _run(
@@ -180,15 +180,3 @@ class _Run:
         if bound is not None:
             self.proven = max(bound, self.proven or 0.0)
             self.bound = max(self.bound, self.proven)
-
-
-def _facts(result: MilpResult) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "status": result.status,
-        "nodes": result.nodes,
-        "rows": result.rows,
-        "columns": result.columns,
-        "binaries": result.binaries,
-        "seconds": round(result.seconds, 3),
-    }
-    return facts | ({"message": result.message} if result.message else {})
