@@ -238,7 +238,8 @@ def _filling(ops: Ops, window: Window, microbatches: int, ascii_only: bool) -> _
 
 def _legend(ops: Ops, note: str, over: bool, idle: str) -> list[str]:
     kinds = [kind for kind in Kind if (ops.kind == kind).any()]
-    letters = ", ".join(f"{LETTER[kind]} {MEANING[kind]}" for kind in kinds)
+    names = {kind: "" if LETTER[kind] == kind.name else f" ({kind.name})" for kind in kinds}
+    letters = ", ".join(f"{LETTER[kind]} {MEANING[kind]}{names[kind]}" for kind in kinds)
     marks = [f"{_OVER} over the budget"] if over else []
     return [letters, "; ".join([note, *marks, idle, "mem: bytes held of the budget"])]
 

@@ -148,14 +148,17 @@ def _fullest(problem: Problem, ops: Ops) -> str:
     )
     held = _held(problem, ops, device, levels.op[mine[: np.searchsorted(mine, at) + 1]])
     line += " It then holds activations of " + " and ".join(
-        f"{_count(len(numbers), 'microbatch')} ({_numbers(numbers)}) on stage {stage}" for stage, numbers in held
+        f"{_count(len(numbers), 'microbatch')} ({_numbers(numbers)}) on stage {stage}"
+        + (f", {checkpoints} of them checkpoints only" if checkpoints else "")
+        for stage, numbers, checkpoints in held
     )
     away = _away(problem, ops, device, float(levels.time[at]))
     return line + (f"; {_count(away, 'more microbatch')} on the host." if away else ".")
 
 
-def _held(problem: Problem, ops: Ops, device: int, events: Ints) -> list[tuple[int, list[int]]]:
-    """(stage, microbatches) that a device holds something of, after the ops behind these events have had effect."""
+def _held(problem: Problem, ops: Ops, device: int, events: Ints) -> list[tuple[int, list[int], int]]:
+    """(stage, microbatches that a device holds something of, of how many only what their forward runs again from),
+    after the ops behind these events have had effect."""
     happened = np.zeros(len(ops), np.int64)
     np.add.at(happened, events, 1)
     change = np.zeros((problem.num_stages, problem.num_microbatches), np.int64)
@@ -167,7 +170,14 @@ def _held(problem: Problem, ops: Ops, device: int, events: Ints) -> list[tuple[i
         if happened[op] > 0:
             happened[op] -= 1
             change[ops.stage[op], ops.microbatch[op]] += every.delta[index]
-    return [(s, np.flatnonzero(change[s] > 0).tolist()) for s in problem.stages_of[device] if (change[s] > 0).any()]
+    found = []
+    for s in problem.stages_of[device]:
+        later = np.setdiff1d(np.flatnonzero((ops.kind == Kind.C) & (ops.stage == s)), events)
+        kept = change[s][ops.microbatch[later]]
+        checkpoints = int(((kept > 0) & (kept == problem.stages[s].checkpoint_bytes)).sum())
+        if (change[s] > 0).any():
+            found.append((s, np.flatnonzero(change[s] > 0).tolist(), checkpoints))
+    return found
 
 
 def _away(problem: Problem, ops: Ops, device: int, time: float) -> int:

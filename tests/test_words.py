@@ -18,6 +18,7 @@ from optpipe.plan import Plan
 from optpipe.report import size_text
 from optpipe.waits import gaps
 from optpipe.words import explain
+from tests.conftest import plan_in_order
 from tests.random_schedules import fitted, random_problem, random_schedule, schedules
 
 
@@ -71,10 +72,21 @@ def test_the_microbatches_held_at_the_peak_are_those_that_make_it_up(case, rng):
     problem, ops = case
     plan = Plan(problem, ops)
     line = next(line for line in explain(plan) if line.startswith("Memory: "))
-    held = re.findall(r"(\d+) microbatch(?:es)? \([^)]*\) on stage (\d+)", line)
-    most = sum(int(count) * problem.stages[int(stage)].activation_bytes for count, stage in held)
+    pattern = r"(\d+) microbatch(?:es)? \([^)]*\) on stage (\d+)(?:, (\d+) of them checkpoints only)?"
+    most = 0
+    for count, number, checkpoints in re.findall(pattern, line):
+        stage, few = problem.stages[int(number)], int(checkpoints or 0)
+        most += (int(count) - few) * stage.activation_bytes + few * (stage.checkpoint_bytes or 0)
     device = int(re.search(r"device (\d+)", line).group(1))
     assert memory.peaks(problem, ops)[device] <= most
+
+
+def test_checkpoints_are_told_from_activations(tiny_problem):
+    stages = [{**stage, "checkpoint_bytes": 10} for stage in tiny_problem.to_json()["stages"]]
+    problem = tiny_problem.changed(num_microbatches=2, stages=stages)
+    orders = "F(0,0) F(0,1) F(1,0) C(1,0) BW(1,0) F(1,1) BW(1,1) C(0,1) BW(0,1) C(0,0) BW(0,0)"
+    line = next(line for line in explain(plan_in_order(problem, orders)) if line.startswith("Memory: "))
+    assert "2 microbatches (0-1) on stage 0, 1 of them checkpoints only" in line
 
 
 @given(schedules(), st.randoms())
