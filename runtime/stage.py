@@ -61,9 +61,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def constants(module: nn.Module) -> Iterator[Tensor]:
     """What belongs to the module and to no microbatch: parameters, buffers, and tensors that are neither but are kept
     as attributes, such as masks."""
-    yield from module.parameters()
-    yield from module.buffers()
     for part in module.modules():
+        for registered in (part._parameters, part._buffers):
+            yield from (tensor for tensor in registered.values() if tensor is not None)
         yield from (value for value in vars(part).values() if isinstance(value, Tensor) and not value.requires_grad)
 
 
