@@ -38,38 +38,57 @@ def clock(rounds: int) -> Iterator[Part]:
     """Sleeping stages, two and four ranks."""
     with before_others() as first:
         rows = [row for ranks in (2, 4) for row in emulated.table(ranks, 2 * rounds)]
-    how = "ahead of other work (real-time priority)" if first else "among other work"
     yield (
         "The plan's clock",
         emulated.HEADER,
         rows,
         f"F {emulated.FORWARD_MS:g} ms, B and W {emulated.HALF_BACKWARD_MS:g} ms each, in a V half of that a stage; "
-        f"{emulated.MICROBATCHES} microbatches. Ranks ran {how}. `over plan`: median step over makespan, in which "
-        "messages take what gloo takes for them alone; `over op times`: over the makespan with ops as long as they "
-        "were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the host "
+        f"{emulated.MICROBATCHES} microbatches. Ranks ran {_where(first)}. `over plan`: median step over makespan, in "
+        "which messages take what gloo takes for them alone; `over op times`: over the makespan with ops as long as "
+        "they were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the host "
         "adds to an op, median.",
     )
 
 
 def against_torch(rounds: int) -> Iterator[Part]:
     """torch.distributed.pipelining, in turns."""
+    with before_others() as first:
+        rows = torch_schedules.table(2 * rounds)
     yield (
         f"Against torch.distributed.pipelining {torch.__version__}",
         torch_schedules.HEADER,
-        torch_schedules.table(rounds),
-        "GPT, 8 blocks, width 256, context 128, 8 microbatches of 4, float32, two gloo ranks of one thread. The ratio "
-        "is the median over pairs of steps, wall time of the slower rank; CPU time is the mean over ranks.",
+        rows,
+        f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each. A round is two "
+        "steps of either, in the order A B B A, with torch first every second time; all ranks begin a step together, "
+        f"without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. Wall time is that of the "
+        "slower rank; `ours / torch`: median over rounds of the quotient, `iqr`: its interquartile range. CPU time, of "
+        "all threads, and page faults are means over ranks; CPU time moves less than wall time where others use the "
+        f"machine. Ranks ran {_where(first)}, both sides in the same processes, with the allocator as the executor "
+        "sets it up. `budgets`: devices have a limit, so that the executor counts all that autograd saves and could move "
+        "it.\n\nWhat a schedule with a split backward can gain over torch is what torch's way of splitting costs, and "
+        "that is little where layers are wide. The next table says how much (row `torch, fused`, last column: the "
+        "share of torch's time that would be left on a stage if splitting cost nothing at all). And not every stage pays: "
+        "torch's first stage does its whole backward in W (its I does nothing), so that of two stages only the second "
+        "is split, of the four of a V three.",
     )
 
 
 def split(rounds: int) -> Iterator[Part]:
     """B and W apart."""
+    with before_others() as first:
+        rows = backward.table(rounds)
     yield (
         "The price of a split backward",
         backward.HEADER,
-        backward.table(3 * rounds),
-        "Four blocks, width 256, one microbatch of 4 x 128, one thread.",
+        rows,
+        f"{backward.BLOCKS} blocks, one thread, no pipeline, ways in turns; CPU time, ratios are medians over rounds. "
+        f"It ran {_where(first)}, with the allocator as the executor sets it up, for all ways alike. `saved tensors in "
+        "hand`: counted and movable, as where a budget or the plan asks for it; otherwise they are left to autograd.",
     )
+
+
+def _where(first: bool) -> str:
+    return "ahead of other work (real-time priority)" if first else "among other work"
 
 
 def memory(rounds: int) -> Iterator[Part]:
@@ -88,7 +107,7 @@ PARTS: dict[str, Callable[[int], Iterator[Part]]] = {
 
 @contextlib.contextmanager
 def before_others() -> Iterator[bool]:
-    """Let the ranks started inside run before other work, where the system allows it; whether it does.
+    """Let this process and the ranks started inside run before other work, where the system allows it; whether it does.
 
     A sleeping stage uses little of a core, but needs it at once when it wakes up.
     """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,32 @@ from runtime.executor import Executor, TensorSpec
 from runtime.model import GPTConfig, build_layers, loss_fn
 from runtime.worker import Rank
 
-RANKS, MICROBATCHES, MICROBATCH_SIZE = 2, 8, 4
-MODEL = GPTConfig(layers=8, width=256, heads=4, context=128)
-WARM_UP = 1
+RANKS, MICROBATCHES = 2, 8
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, how many of its sequences make a microbatch, and how many rounds are made of one that is asked for."""
+
+    model: GPTConfig
+    microbatch_size: int
+    rounds: int = 1
+
+    def __str__(self) -> str:
+        model = self.model
+        return f"{model.layers} x {model.width}, {self.microbatch_size} x {model.context}"
+
+
+STANDARD = Size(GPTConfig(layers=8, width=256, heads=4, context=128), 4)
+#: Narrow layers, where what the host does beside computing shows, and wide ones.
+SIZES = (
+    Size(GPTConfig(layers=8, width=64, heads=4, context=64), 2, rounds=4),
+    STANDARD,
+    Size(GPTConfig(layers=4, width=512, heads=8, context=64), 2),
+)
 HEADER = (
+    "blocks x width, microbatch",
     "schedule",
     "torch ms",
     "ours ms",
@@ -35,6 +59,9 @@ HEADER = (
     "iqr",
     "torch CPU ms",
     "ours CPU ms",
+    "CPU, ours / torch",
+    "faults, torch",
+    "faults, ours",
     "gradients differ by",
 )
 #: ZB-H1 of two ranks and eight microbatches, as torch reads it: I for B, B for BW.
@@ -46,12 +73,19 @@ ONE_F_ONE_B = (
     "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0F4,0B3,0F5,0B4,0F6,0B5,0F7,0B6,0B7",
     "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4,1F5,1B5,1F6,1B6,1F7,1B7",
 )
-#: Name, layers of each stage, device of each stage.
+#: Name; blocks of each stage in quarters of the model's, device of each stage.
 SCHEDULES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "1F1B": ((5, 5), (0, 1)),
-    "ZB-H1 (CSV)": ((5, 5), (0, 1)),
-    "ZBV": ((3, 2, 2, 3), (0, 1, 1, 0)),
+    "1F1B": ((2, 2), (0, 1)),
+    "ZB-H1 (CSV)": ((2, 2), (0, 1)),
+    "ZBV": ((1, 1, 1, 1), (0, 1, 1, 0)),
 }
+#: What is run: size, schedule, and whether devices have a budget, far above what they need: then the executor counts
+#: every byte that autograd saves, and can move it, which torch's runtime cannot.
+CASES = (
+    *((size, name, False) for size in SIZES for name in SCHEDULES),
+    (STANDARD, "1F1B", True),
+    (STANDARD, "ZBV", True),
+)
 _KINDS = {
     _ComputationType.FORWARD: Kind.F,
     _ComputationType.BACKWARD_INPUT: Kind.B,
@@ -62,67 +96,98 @@ Step = Callable[[], None]
 
 
 def table(rounds: int) -> list[list[Cell]]:
-    """A row a schedule."""
+    """A row a case."""
     rows: list[list[Cell]] = []
     for row in launch.launch(measure_rank, {"rounds": rounds}, RANKS, "cpu"):
-        ratios = [ours / theirs for theirs, ours in zip(row["torch"], row["ours"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        torchs, ours = row["torch"], row["ours"]
+        low, _, high = statistics.quantiles(ratios(torchs["wall"], ours["wall"]), n=4)
         rows.append(
             [
+                row["size"],
                 row["name"],
-                round(statistics.median(row["torch"])),
-                round(statistics.median(row["ours"])),
-                f"{middle:.3f}",
+                round(statistics.median(torchs["wall"]), 1),
+                round(statistics.median(ours["wall"]), 1),
+                f"{statistics.median(ratios(torchs['wall'], ours['wall'])):.3f}",
                 percent(high - low, 1),
-                round(statistics.median(row["torch_cpu"])),
-                round(statistics.median(row["ours_cpu"])),
+                round(statistics.median(torchs["cpu"]), 1),
+                round(statistics.median(ours["cpu"]), 1),
+                f"{statistics.median(ratios(torchs['cpu'], ours['cpu'])):.3f}",
+                round(statistics.median(torchs["faults"])),
+                round(statistics.median(ours["faults"])),
                 f"{row['difference']:.1e}",
             ]
         )
     return rows
 
 
+def ratios(torchs: Sequence[float], ours: Sequence[float]) -> list[float]:
+    """Ours over torch's, of each round: two steps of each, so that what drifts evenly cancels out."""
+    return [
+        sum(ours[first : first + 2]) / sum(torchs[first : first + 2]) for first in range(0, 2 * (len(ours) // 2), 2)
+    ]
+
+
 def measure_rank(rank: Rank, rounds: int) -> list[dict[str, Any]]:
-    """Run the schedules on this rank; steps in ms over all ranks."""
+    """Run the cases on this rank."""
     torch.set_num_threads(1)
-    return [_compare(rank, name, rounds) for name in SCHEDULES]
+    return [_compare(rank, size, name, limited, size.rounds * rounds) for size, name, limited in CASES]
 
 
-def _compare(rank: Rank, name: str, rounds: int) -> dict[str, Any]:
-    layers, places = SCHEDULES[name]
-    inputs, targets = _batch()
-    theirs, ours = _stages(layers, places, rank.rank), _stages(layers, places, rank.rank)
+def _compare(rank: Rank, size: Size, name: str, limited: bool, rounds: int) -> dict[str, Any]:
+    places = SCHEDULES[name][1]
+    layers = _layers(size, name)
+    inputs, targets = _batch(size)
+    theirs, ours = _stages(size, layers, places, rank.rank), _stages(size, layers, places, rank.rank)
     schedule, orders = _torch_schedule(name, theirs, places, rank)
     arguments = (inputs,) if 0 in theirs else ()
     last = {"target": targets, "losses": []} if len(places) - 1 in theirs else {}
-    plan = _plan(orders, places)
-    spec = TensorSpec((MICROBATCH_SIZE, MODEL.context, MODEL.width))
+    plan = _plan(orders, places, limited)
+    spec = TensorSpec((size.microbatch_size, size.model.context, size.model.width))
     parts = [list(part.chunk(MICROBATCHES)) for part in (inputs, targets)]
-    found: dict[str, list[float]] = {"torch": [], "ours": [], "torch_cpu": [], "ours_cpu": []}
+    found: dict[str, dict[str, list[float]]] = {which: {} for which in ("torch", "ours")}
+    # The executor sets up the process's allocator, which torch's steps have the good of as well.
     with Executor(plan, ours, [spec] * (len(places) - 1), loss_fn) as executor:
         steps: dict[str, tuple[dict[int, nn.Module], Step]] = {
             "torch": (theirs, lambda: schedule.step(*arguments, return_outputs=False, **last)),
             "ours": (ours, lambda: executor.step(*parts) and None),
         }
-        for number in range(WARM_UP + rounds):
-            # In turns, and in turns first.
-            for which in sorted(steps, reverse=number % 2 == 1):
-                wall, cpu = _timed(*steps[which])
-                if number >= WARM_UP:
-                    found[which].append(wall)
-                    found[f"{which}_cpu"].append(cpu)
-    return {"name": name, **found, "difference": _difference(theirs, ours)}
+        for number in range(-WARM_UP, rounds):
+            # A B B A, and the next time B A A B.
+            first, second = ("torch", "ours") if number % 2 else ("ours", "torch")
+            for which in (first, second, second, first):
+                measured = _timed(*steps[which])
+                for what, value in measured.items() if number >= 0 else ():
+                    found[which].setdefault(what, []).append(value)
+    return {
+        "size": str(size),
+        "name": f"{name}, budgets" if limited else name,
+        **found,
+        "difference": _difference(theirs, ours),
+    }
 
 
-def _timed(stages: dict[int, nn.Module], step: Step) -> tuple[float, float]:
-    """Wall and CPU time of a step, ms: the longest, and the mean, over ranks."""
+def _timed(stages: dict[int, nn.Module], step: Step) -> dict[str, float]:
+    """A step's wall time, the longest over ranks; CPU time of all threads and page faults, means over ranks. In ms."""
     for stage in stages.values():
         stage.zero_grad()
     gather.barrier()
-    begin, cpu = time.perf_counter(), time.process_time()
+    begin, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
     step()
-    rows = gather.numbers([(time.perf_counter() - begin) * 1e3, (time.process_time() - cpu) * 1e3])
-    return max(row[0] for row in rows), statistics.fmean(row[1] for row in rows)
+    mine = [(time.perf_counter() - begin) * 1e3, (time.process_time() - cpu) * 1e3, _page_faults() - faults]
+    wall, used, faulted = zip(*gather.numbers([float(value) for value in mine]), strict=True)
+    return {"wall": max(wall), "cpu": statistics.fmean(used), "faults": statistics.fmean(faulted)}
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _layers(size: Size, name: str) -> list[int]:
+    """Layers of each stage: embedding and head go to the first and to the last one."""
+    counts = [size.model.layers // 4 * quarters for quarters in SCHEDULES[name][0]]
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
 
 
 def _difference(theirs: dict[int, nn.Module], ours: dict[int, nn.Module]) -> float:
@@ -135,19 +200,19 @@ def _difference(theirs: dict[int, nn.Module], ours: dict[int, nn.Module]) -> flo
     return max(row[0] for row in gather.numbers([most]))
 
 
-def _batch() -> tuple[Tensor, Tensor]:
+def _batch(size: Size) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shape = (MICROBATCHES * MICROBATCH_SIZE, MODEL.context + 1)
-    tokens = torch.randint(0, MODEL.vocabulary, shape, generator=generator)
+    shape = (MICROBATCHES * size.microbatch_size, size.model.context + 1)
+    tokens = torch.randint(0, size.model.vocabulary, shape, generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _stages(layers: Sequence[int], places: Sequence[int], rank: int) -> dict[int, nn.Module]:
+def _stages(size: Size, layers: Sequence[int], places: Sequence[int], rank: int) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     first = 0
     for stage, (count, place) in enumerate(zip(layers, places, strict=True)):
         if place == rank:
-            found[stage] = nn.Sequential(*build_layers(MODEL, 0, range(first, first + count)))
+            found[stage] = nn.Sequential(*build_layers(size.model, 0, range(first, first + count)))
         first += count
     return found
 
@@ -175,13 +240,13 @@ def _actions(rows: Sequence[str]) -> list[list[_Action]]:
     return [[action for cell in row.split(",") if (action := _Action.from_str(cell))] for row in rows]
 
 
-def _plan(orders: Sequence[Sequence[_Action]], places: Sequence[int]) -> Plan:
-    """The plan with these orders; its times are nominal and its memory is not limited."""
+def _plan(orders: Sequence[Sequence[_Action]], places: Sequence[int], limited: bool = False) -> Plan:
+    """The plan with these orders; its times are nominal, its memory ``limited`` to far more than it takes, or not."""
     stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1}
     problem = Problem.model_validate(
         {
             "num_microbatches": MICROBATCHES,
-            "devices": [{"memory_bytes": None}] * RANKS,
+            "devices": [{"memory_bytes": 1 << 40 if limited else None}] * RANKS,
             "stages": [{"device": place, **stage} for place in places],
             "comm_ms": [0.0] * (len(places) - 1),
         }

@@ -35,3 +35,15 @@ def test_torchs_orders_become_plans(rows: tuple[str, ...]) -> None:
     for row, order in zip(rows, device_orders(plan.problem, plan.ops), strict=True):
         ops = [plan.ops[i] for i in order.compute]
         assert ",".join(f"{op.stage}{letters[op.kind]}{op.microbatch}" for op in ops) == row
+
+
+def test_a_round_is_two_steps_of_either() -> None:
+    # What grows evenly over a round (A B B A) cancels out.
+    assert torch_schedules.ratios([10.0, 13.0, 20.0, 23.0], [11.0, 12.0, 31.5, 33.0]) == [1.0, 1.5]
+
+
+@pytest.mark.parametrize(("size", "name", "limited"), torch_schedules.CASES)
+def test_stages_share_all_layers(size: torch_schedules.Size, name: str, limited: bool) -> None:
+    layers = torch_schedules._layers(size, name)
+    assert sum(layers) == size.model.num_layers and min(layers) >= 1
+    assert len(layers) == len(torch_schedules.SCHEDULES[name][1])
