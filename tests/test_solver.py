@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optpipe import timing
 from optpipe.errors import Infeasible, InputError
 from optpipe.plan import Plan
 from optpipe.problem import Problem
@@ -49,6 +50,13 @@ def test_every_plan_is_valid_and_above_its_bound(seed: int) -> None:
     plan = solve(problem, SolveOptions(method="search", time_limit=0.5, objective=rng.choice(["makespan", "span"])))
     assert verify_plan(plan) == []
     assert plan.lower_bound_ms is not None and plan.lower_bound_ms <= plan.makespan_ms * (1 + 1e-9)
+
+
+def test_no_op_starts_later_than_it_has_to() -> None:
+    problem, _ = instance("flat-s4-m8-memS2-off1")
+    plan = solve(problem, QUICK)
+    early = timing.earliest(problem, plan.ops)
+    assert np.allclose(plan.ops.start, early.start, rtol=0, atol=1e-6)
 
 
 @settings(max_examples=6, deadline=None)
