@@ -115,4 +115,6 @@ def train(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in ("plan", "train"):
+        sys.exit(__doc__)
     {"plan": plan, "train": train}[sys.argv[1]](sys.argv[2])
