@@ -45,8 +45,8 @@ def clock(rounds: int) -> Iterator[Part]:
         f"F {emulated.FORWARD_MS:g} ms, B and W {emulated.HALF_BACKWARD_MS:g} ms each, in a V half of that a stage; "
         f"{emulated.MICROBATCHES} microbatches. Ranks ran {_where(first)}. `over plan`: median step over makespan, in "
         "which messages take what gloo takes for them alone; `over op times`: over the makespan with ops as long as "
-        "they were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the host "
-        "adds to an op, median.",
+        "they were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the "
+        "host adds to an op, median.",
     )
 
 
@@ -58,18 +58,19 @@ def against_torch(rounds: int) -> Iterator[Part]:
         f"Against torch.distributed.pipelining {torch.__version__}",
         torch_schedules.HEADER,
         rows,
-        f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each. A round is two "
-        "steps of either, in the order A B B A, with torch first every second time; all ranks begin a step together, "
-        f"without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. Wall time is that of the "
-        "slower rank; `ours / torch`: median over rounds of the quotient, `iqr`: its interquartile range. CPU time, of "
-        "all threads, and page faults are means over ranks; CPU time moves less than wall time where others use the "
-        f"machine. Ranks ran {_where(first)}, both sides in the same processes, with the allocator as the executor "
-        "sets it up. `budgets`: devices have a limit, so that the executor counts all that autograd saves and could move "
-        "it.\n\nWhat a schedule with a split backward can gain over torch is what torch's way of splitting costs, and "
-        "that is little where layers are wide. The next table says how much (row `torch, fused`, last column: the "
-        "share of torch's time that would be left on a stage if splitting cost nothing at all). And not every stage pays: "
-        "torch's first stage does its whole backward in W (its I does nothing), so that of two stages only the second "
-        "is split, of the four of a V three.",
+        f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each, which ran "
+        f"{_where(first)}; both sides in the same processes, with the allocator as the executor sets it up. A "
+        "round is two steps of either, in the order A B B A, with torch first every second time; all ranks begin "
+        f"a step together, without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. Nor do "
+        "rounds in which, on either side, a rank's thread was ready and something else ran for more than "
+        f"{torch_schedules.DISTURBED:.0%} of the time. Wall time is that of the slower rank; CPU time, of all "
+        "threads, and page faults are means over ranks; ratios are medians over rounds, `iqr` is the "
+        "interquartile range of `ours / torch`. `budgets`: devices have a limit, so that the executor counts all "
+        "that autograd saves and could move it.\n\nWhat a schedule with a split backward can gain over torch is "
+        "what torch's way of splitting costs, and that is little where layers are wide. The next table says how "
+        "much (row `torch, fused`, last column: the share of torch's time that would be left on a stage if "
+        "splitting cost nothing at all). And not every stage pays: torch's first stage does its whole backward in "
+        "W (its I does nothing), so that of two stages only the second is split, of the four of a V three.",
     )
 
 

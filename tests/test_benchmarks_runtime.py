@@ -37,9 +37,34 @@ def test_torchs_orders_become_plans(rows: tuple[str, ...]) -> None:
         assert ",".join(f"{op.stage}{letters[op.kind]}{op.microbatch}" for op in ops) == row
 
 
-def test_a_round_is_two_steps_of_either() -> None:
-    # What grows evenly over a round (A B B A) cancels out.
-    assert torch_schedules.ratios([10.0, 13.0, 20.0, 23.0], [11.0, 12.0, 31.5, 33.0]) == [1.0, 1.5]
+def test_a_round_that_other_work_held_up_is_disturbed_whichever_side_it_was() -> None:
+    def step(wall: float, held_up: float) -> dict[str, float]:
+        return {"wall": wall, "cpu": wall, "faults": 0.0, "held_up": held_up}
+
+    calm, late = step(100.0, 4.0), step(130.0, 34.0)
+    assert not torch_schedules.disturbed({"torch": [calm, calm], "ours": [calm, calm]})
+    assert torch_schedules.disturbed({"torch": [calm, late], "ours": [calm, calm]})
+    assert torch_schedules.disturbed({"torch": [calm, calm], "ours": [late, calm]})
+
+
+def test_a_row_counts_rounds_that_nothing_disturbed() -> None:
+    def measured(torch: float, ours: float, held_up: float = 0.0) -> torch_schedules.Round:
+        def steps(*walls: float) -> list[dict[str, float]]:
+            return [{"wall": wall, "cpu": wall, "faults": 2.0, "held_up": held_up} for wall in walls]
+
+        return {"torch": steps(torch, torch + 3), "ours": steps(ours + 1, ours + 2)}
+
+    rounds = [measured(10.0, 10.0), measured(100.0, 10.0, held_up=50.0), measured(20.0, 20.0)]
+    row = dict(
+        zip(
+            torch_schedules.HEADER,
+            torch_schedules._row({"size": "", "name": "", "rounds": rounds, "difference": 0.0}),
+            strict=True,
+        )
+    )
+    assert row["rounds"] == "2 of 3"
+    assert row["ours / torch"] == row["CPU, ours / torch"] == "1.000"  # what grows evenly over a round cancels out
+    assert row["torch ms"] == row["ours ms"] == 16.5 and row["faults, ours"] == 2
 
 
 @pytest.mark.parametrize(("size", "name", "limited"), torch_schedules.CASES)
