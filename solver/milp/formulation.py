@@ -6,8 +6,9 @@ some, offloads, the objective; and the valid rows that make it solvable (load, s
 
 Within a stage, microbatches keep their order in every kind. Without offloads that loses nothing (see
 ``incumbent.ascending``). With offloads it can: a microbatch that stays on the host while others overtake it is
-outside. Recomputation (C) and transfers of a part are outside too. ``Formulation.bound_holds`` says whether the optimum
-of the program is the optimum of the problem, so that its dual bound is one of the problem.
+outside. Recomputation (C) is outside too, and so are transfers of a part unless ``Options.parts`` has them: then what a
+transfer moves is a real column, and how much is away at an event another one. ``Formulation.bound_holds`` says whether
+the optimum of the program is the optimum of the problem, so that its dual bound is one of the problem.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Options:
         With O and R where they can help.
     fuse
         With the choice of BW, where that is shorter than B and W.
+    parts
+        What a transfer moves is free too, up to all that can be offloaded.
     relaxed
         Rows that every schedule of the problem obeys (see ``fluid``), for bounds; its solutions are no schedules.
     devices
@@ -68,6 +71,7 @@ class Options:
     objective: Objective = "makespan"
     offload: bool = True
     fuse: bool = True
+    parts: bool = False
     relaxed: bool = False
     devices: tuple[int, ...] | None = None
     load: bool = True
@@ -144,19 +148,19 @@ class Formulation:
         x = np.zeros(self.matrix.num_columns)
         x[self.start] = found.start
         for bits in self.bits:
-            x[bits.columns] = found.value(bits.meaning, bits.a, bits.b)
+            x[bits.columns] = found.number(bits.meaning, bits.a, bits.b)
         x[self.objective_column] = found.objective[self.options.objective] / self.per_unit
         return x
 
     def vector_of(self, ops: Ops) -> Floats | None:
         """The same from ops; None where the program has no such schedule (see ``incumbent``)."""
-        found = incumbent(self.problem, self.table, ops)
+        found = incumbent(self.problem, self.table, ops, parts=self.options.parts)
         return None if found is None else self.vector(found)
 
 
 def _add_memory(model: Model, device: DeviceOrder, number: int, options: Options) -> None:
     """The memory rows of one device where what leaves it are whole transfers in order."""
-    held = memory.device_memory(model, device, number)
+    held = memory.device_memory(model, device, number, parts=options.parts)
     away = memory.add_forward_rows(model, device, held)
     reload_memory.add_reload_rows(model, device, held, away)
     if options.load:
@@ -167,7 +171,8 @@ def excluded(problem: Problem, options: Options) -> str:
     """What schedules a program that is not relaxed leaves out; empty if none that could be better."""
     held = [s for d, held in enumerate(problem.stages_of) if _tight(problem, d) for s in held]
     if any(problem.can_offload(s) for s in held):
-        return "offloaded microbatches that others overtake, and transfers of a part"
+        overtaken = "offloaded microbatches that others overtake"
+        return overtaken if options.parts else f"{overtaken}, and transfers of a part"
     if any(problem.stages[s].checkpoint_bytes is not None for s in held):
         return "recomputation"
     if any(x.bw_ms < x.backward_ms + x.weight_ms for x in problem.stages) and not options.fuse:
@@ -248,8 +253,9 @@ def formulate(
         if not decide_by_windows(table, devices, found, limit):
             break
         found = windows(table, devices, data, limit, by_device=by_device)
-    unit = 0.0 if options.relaxed and any(leaky) else time_unit(problem, table, limit)
-    model = Model(problem, table, options.objective, limit, found, unit, known, free)
+    fluent = (options.relaxed and any(leaky)) or (options.parts and bool(table.offloaded))
+    unit = 0.0 if fluent else time_unit(problem, table, limit)
+    model = Model(problem, table, options.objective, limit, found, unit, options.parts, known, free)
     _write(model, devices, options, lower)
     return Formulation(
         problem=problem,

@@ -9,6 +9,7 @@ import numpy as np
 from optpipe import semantics
 from optpipe.ops import Bools, Floats, Ints, Kind, Ops
 from optpipe.problem import Problem
+from solver.microbatches import shares
 from solver.milp.model import Meaning
 from solver.milp.table import OpTable
 
@@ -25,6 +26,10 @@ class Incumbent:
         int64 (ops,): place of each op in the schedule's order.
     chosen
         bool (ops,): O and R that take place; B and W that are fused.
+    part
+        float64 (ops,): of a transfer that takes place, the part of all that can be offloaded; 1 for all others.
+    parts
+        Whether other parts than all are known.
     slack
         ms: instants that are closer count as one.
     objective
@@ -36,6 +41,8 @@ class Incumbent:
     end: Floats
     place: Ints
     chosen: Bools
+    part: Floats
+    parts: bool
     slack: float
     objective: dict[str, float]
 
@@ -48,7 +55,8 @@ class Incumbent:
         if meaning is Meaning.STARTED:
             return self.start[a] <= self.start[b] + self.slack
         if meaning is Meaning.AHEAD:
-            return self.start[a] + self.table.longest[a] <= self.start[b] + self.slack
+            took = self.end[a] - self.start[a] if self.parts else self.table.longest[a]
+            return self.start[a] + took <= self.start[b] + self.slack
         ended = self.end[a] <= self.start[b] + self.slack
         if meaning is Meaning.FREED:
             return ended
@@ -59,7 +67,14 @@ class Incumbent:
         # Of two reloads at one instant the one with the higher number counts as the later one.
         tie = np.abs(self.start[back] - self.start[b]) <= self.slack
         reload_ = np.repeat(self.table.kind == Kind.R, self.table.microbatches)[b]
-        return ended & self.chosen[a] & later & (~reload_ | ~tie | (back > b))
+        return ended & (self.chosen[a] | self.parts) & later & (~reload_ | ~tie | (back > b))
+
+    def number(self, meaning: Meaning, a: Ints, b: Ints) -> Floats:
+        """The same as numbers, and what the columns are that are real."""
+        if meaning is Meaning.AMOUNT:
+            return self.value(Meaning.AWAY, a, b) * self.chosen[a] * self.part[a]
+        found = self.value(meaning, a, b).astype(np.float64)
+        return found * self.part[a] if meaning is Meaning.MOVED else found
 
     def _weight_done(self, backward: Ints, b: Ints) -> Bools:
         """Whether the W of each B counts as ended when b starts: by the order at an F, by time at an R."""
@@ -75,11 +90,12 @@ class Incumbent:
         return offload + self.table.microbatches * len(self.table.offloaded)
 
 
-def incumbent(problem: Problem, table: OpTable, ops: Ops) -> Incumbent | None:
-    """A schedule on the table; None where it does what the table does not know (recomputes, moves a part, fuses or
-    offloads where the table does not) or where its microbatches cannot be renumbered to ascend everywhere."""
+def incumbent(problem: Problem, table: OpTable, ops: Ops, *, parts: bool = False) -> Incumbent | None:
+    """A schedule on the table; None where it does what the table does not know (recomputes, moves a part unless
+    ``parts``, fuses or offloads where the table does not) or where its microbatches cannot be renumbered to ascend
+    everywhere."""
     renumbered = ascending(problem, ops)
-    if renumbered is None or (renumbered.kind == Kind.C).any() or (renumbered.bytes >= 0).any():
+    if renumbered is None or (renumbered.kind == Kind.C).any() or (not parts and (renumbered.bytes >= 0).any()):
         return None
     placed = _placed(table, renumbered)
     if placed is None:
@@ -88,7 +104,8 @@ def incumbent(problem: Problem, table: OpTable, ops: Ops) -> Incumbent | None:
     m = table.microbatches
     there = index >= 0
     start = np.where(there, renumbered.start[index], np.nan)
-    took = table.per_op(table.base) + table.per_op(table.scale) * chosen
+    part = np.where(there, shares(problem, renumbered)[index], 1.0)
+    took = table.per_op(table.base) + table.per_op(table.scale) * chosen * part
     _place_fused_weights(table, start, took)
     _place_idle_transfers(table, start, took)
     if np.isnan(start).any():
@@ -100,6 +117,8 @@ def incumbent(problem: Problem, table: OpTable, ops: Ops) -> Incumbent | None:
         end=start + took,
         place=_places(table, start, took),
         chosen=chosen,
+        part=part,
+        parts=parts,
         slack=semantics.tolerance(renumbered),
         objective=_objectives(problem, table, start, start + took),
     )

@@ -98,10 +98,19 @@ def device_memory(model: Model, device: DeviceOrder, number: int, *, parts: bool
 
 @dataclass(frozen=True)
 class Away:
-    """'Pair k away at the op at place x': ``const[x, k] + x[column[x, k]]``."""
+    """'Pair k away at the op at place x': ``const[x, k] + x[column[x, k]]``, and how much of what it can move that is:
+    ``amount_const[x, k] + x[amount[x, k]]``, which differs with parts only."""
 
     column: Ints
     const: Floats
+    amount: Ints
+    amount_const: Floats
+
+    @classmethod
+    def nothing(cls, events: int, pairs: int, *, parts: bool) -> Away:
+        """No pair is ever away."""
+        column, const = np.full((events, pairs), -1, np.int64), np.zeros((events, pairs))
+        return cls(column, const, column.copy() if parts else column, const.copy() if parts else const)
 
 
 def add_forward_rows(model: Model, device: DeviceOrder, memory: DeviceMemory) -> Away:
@@ -113,12 +122,12 @@ def add_forward_rows(model: Model, device: DeviceOrder, memory: DeviceMemory) ->
     crowded = level + np.maximum(swing, 0.0).sum(axis=0) > memory.budget + 1e-9
     events, level = forwards[crowded], level[crowded]
     away = _away_at_forwards(model, device, memory, events)
-    level = level - away.const[events] @ memory.moved
+    level = level - away.amount_const[events] @ memory.moved
     rows = model.builder.rows("memory_{}", (ops[events],), -INF, memory.budget - level, [])
     q, x = np.nonzero(device.column[:, events] >= 0)
     model.builder.entries(rows[x], device.column[q, events[x]], weight[q] * device.sign[q, events[x]])
-    x, k = np.nonzero(away.column[events] >= 0)
-    model.builder.entries(rows[x], away.column[events[x], k], -memory.moved[k])
+    x, k = np.nonzero(away.amount[events] >= 0)
+    model.builder.entries(rows[x], away.amount[events[x], k], -memory.moved[k])
     add_fused_credit(model, device, memory, rows, ops[events], before_events(device, events))
     return away
 
@@ -175,7 +184,7 @@ def add_fused_credit(
 def _away_at_forwards(model: Model, device: DeviceOrder, memory: DeviceMemory, events: Ints) -> Away:
     """Bits 'pair k away at the F at place x', and the rows that hold them to the times."""
     ops, pairs, reloads = device.ops, memory.pairs, memory.reloads
-    away = Away(np.full((len(ops), len(pairs)), -1, np.int64), np.zeros((len(ops), len(pairs))))
+    away = Away.nothing(len(ops), len(pairs), parts=model.parts)
     if not len(pairs) or not len(events):
         return away
     sure, window = device.precedence.sure, model.windows
@@ -188,7 +197,7 @@ def _away_at_forwards(model: Model, device: DeviceOrder, memory: DeviceMemory, e
     away.column[x, k], away.const[x, k] = column, const
     model.after("gone_{}_{}", pairs[k], ops[x], bit=column, when=1, whole=True)
     model.after_start("still_{}_{}", ops[x], reloads[k], bit=column, when=1)
-    add_moved_rows(model, pairs[k], ops[x], column, const)
+    add_moved_rows(model, away, (x, k), pairs[k], ops[x])
     _add_decided(model, device, memory, away.const > 0)
     # Away at x: F before x, B not before x. Else the same bytes would count as freed twice.
     f, b = memory.forward[k], memory.backward[k]
@@ -200,13 +209,30 @@ def _away_at_forwards(model: Model, device: DeviceOrder, memory: DeviceMemory, e
     return away
 
 
-def add_moved_rows(model: Model, pair: Ints, event: Ints, column: Ints, const: Floats) -> None:
-    """A pair is away only if it takes place."""
+def add_moved_rows(model: Model, away: Away, at: tuple[Ints, Ints], pair: Ints, event: Ints) -> None:
+    """A pair is away only if it takes place; with parts no more of it is away than moves.
+
+    Parameters
+    ----------
+    at
+        Where in ``away`` the pairs and events stand.
+    """
+    column, const = away.column[at], away.const[at]
     free = column >= 0
-    terms = [(column[free], 1.0), (model.decision[pair[free]], -1.0)]
-    model.builder.rows("moved_{}_{}", (pair[free], event[free]), -INF, 0.0, terms)
-    kept = np.unique(pair[const > 0])
-    model.builder.rows("kept_{}", (kept,), 1.0, INF, [(model.decision[kept], 1.0)])
+    if not model.parts:
+        terms = [(column[free], 1.0), (model.decision[pair[free]], -1.0)]
+        model.builder.rows("moved_{}_{}", (pair[free], event[free]), -INF, 0.0, terms)
+        kept = np.unique(pair[const > 0])
+        model.builder.rows("kept_{}", (kept,), 1.0, INF, [(model.decision[kept], 1.0)])
+        return
+    labels = (pair[free], event[free])
+    amount = model.builder.columns("amount_{}_{}", labels, 0.0, 1.0)
+    model.bits.append(Bits(Meaning.AMOUNT, amount, *labels))
+    model.builder.rows("gone_{}_{}", labels, -INF, 0.0, [(amount, 1.0), (column[free], -1.0)])
+    model.builder.rows("moved_{}_{}", labels, -INF, 0.0, [(amount, 1.0), (model.decision[pair[free]], -1.0)])
+    whole = np.where(const > 0, model.decision[pair], -1)
+    whole[free] = amount
+    away.amount[at] = whole
 
 
 def _add_decided(model: Model, device: DeviceOrder, memory: DeviceMemory, away: Bools) -> None:

@@ -26,9 +26,10 @@ class Meaning(Enum):
     """What a binary column says of its ops a and b (both directions hold unless it says otherwise)."""
 
     ORDER = "a runs before b on their device"
-    MOVED = "a, an O, and its R take place"
+    MOVED = "a, an O, and its R take place; with parts: how much of what they can move they do"
     FUSED = "a, a B, is fused with its W"
     AWAY = "1: the activations that a, an O, moves are away when b starts"
+    AMOUNT = "with parts: how much of what a, an O, can move is away when b starts"
     STARTED = "0: a, an F, starts at or after the start of b, an R"
     FREED = "1: a, a B or W, has ended when b, an R, starts"
     GIVES_BACK = "1 at most: a, a B, is fused and has ended when b starts, and its W does not count as ended"
@@ -37,8 +38,8 @@ class Meaning(Enum):
 
 @dataclass(frozen=True)
 class Bits:
-    """Binary columns (those of ``GIVES_BACK`` real) of one meaning: ``columns``, ``a`` and ``b`` (op numbers; b is a
-    where there is one op only)."""
+    """Binary columns of one meaning: ``columns``, ``a`` and ``b`` (op numbers; b is a where there is one op only).
+    Those of ``GIVES_BACK``, ``AMOUNT`` and, with parts, ``MOVED`` are real."""
 
     meaning: Meaning
     columns: Ints
@@ -67,6 +68,8 @@ class Known(Protocol):
 
     def value(self, meaning: Meaning, a: Ints, b: Ints) -> Bools: ...
 
+    def number(self, meaning: Meaning, a: Ints, b: Ints) -> Floats: ...
+
 
 @dataclass
 class Model:
@@ -86,6 +89,8 @@ class Model:
         ms: the objective of some best schedule is a whole multiple of this; 0 where no such unit is known.
     first_op
         int64 (devices,): the first op of each device.
+    parts
+        What a transfer moves is real: its decision is a part of all that it can move.
     known, free
         Where only a part is free: the schedule that decides the rest, and bool (ops,) what is free.
     """
@@ -96,6 +101,7 @@ class Model:
     upper: float
     windows: Windows
     unit: float = 0.0
+    parts: bool = False
     known: Known | None = None
     free: Bools | None = None
     builder: Builder = field(default_factory=Builder)
@@ -153,6 +159,8 @@ class Model:
     def soonest_end(self, transfer: Ints) -> Floats:
         """ms: the earliest end of each transfer that takes place. (A reload comes after its offload.)"""
         table = self.table
+        if self.parts:
+            return self.windows.earliest[transfer]
         ends = self.windows.earliest[transfer] + table.longest[transfer]
         back = table.per_op(table.kind)[transfer] == Kind.R
         offload = np.where(back, transfer - table.microbatches * len(table.offloaded), 0)
@@ -161,6 +169,8 @@ class Model:
     def latest_moved(self, transfer: Ints) -> Floats:
         """ms: the latest start of each transfer that takes place."""
         table = self.table
+        if self.parts:
+            return self.windows.latest[transfer]
         rest = table.longest[transfer].copy()
         out = table.per_op(table.kind)[transfer] == Kind.O
         reload_ = np.where(out, transfer + table.microbatches * len(table.offloaded), 0)
@@ -199,13 +209,23 @@ class Model:
         for s in table.offloaded:
             offload = table.ops(Kind.O, s)
             known = self.decided(Meaning.MOVED, offload, offload)
-            columns = self.add_bits("moved_{}", Meaning.MOVED, offload, offload, known == 1, known != 0)
+            if self.parts:
+                columns = self._add_parts(offload, known < 0)
+            else:
+                columns = self.add_bits("moved_{}", Meaning.MOVED, offload, offload, known == 1, known != 0)
             self.decision[offload] = self.decision[table.ops(Kind.R, s)] = columns
         for s in table.fused:
             backward = table.ops(Kind.B, s)
             known = self.decided(Meaning.FUSED, backward, backward)
             columns = self.add_bits("fused_{}", Meaning.FUSED, backward, backward, known == 1, known != 0)
             self.decision[backward] = self.decision[table.ops(Kind.W, s)] = columns
+
+    def _add_parts(self, offload: Ints, free: Bools) -> Ints:
+        """The columns of how much each pair moves."""
+        part = np.zeros(len(offload)) if self.known is None else self.known.number(Meaning.MOVED, offload, offload)
+        columns = self.builder.columns("moved_{}", (offload,), np.where(free, 0.0, part), np.where(free, 1.0, part))
+        self.bits.append(Bits(Meaning.MOVED, columns, offload, offload))
+        return columns
 
     def after(
         self,
@@ -229,8 +249,9 @@ class Model:
         bit
             A binary column for each row. Rows that the windows imply are left out.
         whole
-            a counts with its full duration (of a transfer that moves), not with its decision.
+            a counts with its full duration (of a transfer that moves), not with its decision; not so with parts.
         """
+        whole = whole and not self.parts
         took = self.table.longest[a] if whole else self.base[a]
         stretch = np.zeros(len(a)) if whole else self.scale[a]
         self._rows(template, a, b, took + lag, stretch, bit, when)

@@ -38,16 +38,17 @@ def add_reload_rows(model: Model, device: DeviceOrder, memory: DeviceMemory, awa
     counted = _counted_bits(model, device, memory, before, opens & crowded)
     events = np.flatnonzero(crowded)
     elsewhere = _away_at_reloads(model, device, memory, counted, crowded)
-    level = memory.weight @ counted.const - memory.moved @ elsewhere.const
-    relief = (most - memory.budget)[events]
+    level = memory.weight @ counted.const - memory.moved @ elsewhere.amount_const
+    # Rows of pairs that do not take place say nothing. With parts they hold too, which costs nothing.
+    relief = np.zeros(len(events)) if model.parts else (most - memory.budget)[events]
     terms = [(model.decision[memory.pairs[events]], relief)]
     rows = np.full(len(memory.pairs), -1, np.int64)
     side = memory.budget - level[events] + relief
     rows[events] = model.builder.rows("memory_{}", (memory.reloads[events],), -INF, side, terms)
     q, k = np.nonzero(counted.column >= 0)
     model.builder.entries(rows[k], counted.column[q, k], memory.weight[q])
-    i, k = np.nonzero(elsewhere.column >= 0)
-    model.builder.entries(rows[k], elsewhere.column[i, k], -memory.moved[i])
+    i, k = np.nonzero(elsewhere.amount >= 0)
+    model.builder.entries(rows[k], elsewhere.amount[i, k], -memory.moved[i])
     sign = np.where(counted.column >= 0, 1.0, 0.0)
     before_reloads = Before(counted.const[:, events], sign[:, events], counted.column[:, events])
     add_fused_credit(model, device, memory, rows[events], memory.reloads[events], before_reloads)
@@ -137,9 +138,9 @@ def _away_at_reloads(
     possible &= model.soonest_end(pairs)[:, None] <= model.latest_moved(reloads)[None, :] + model.slack
     i, k = np.nonzero(possible)
     column, const = model.indicator("{}_away_at_{}", Meaning.AWAY, pairs[i], reloads[k])
-    away = Away(np.full((count, count), -1, np.int64), np.zeros((count, count)))
+    away = Away.nothing(count, count, parts=model.parts)
     away.column[i, k], away.const[i, k] = column, const
-    add_moved_rows(model, pairs[i], reloads[k], column, const)
+    add_moved_rows(model, away, (i, k), pairs[i], reloads[k])
     model.after("gone_{}_{}", pairs[i], reloads[k], bit=column, when=1, whole=True)
     other = ~same[i, k]
     model.after_start("still_{}_{}", reloads[k][other], reloads[i][other], bit=column[other], when=1)

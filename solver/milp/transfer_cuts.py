@@ -44,7 +44,7 @@ def _outwards(model: Model, device: DeviceOrder, memory: DeviceMemory, away: Awa
     side = model.base[device.ops[first]] - big * (1.0 - device.const[first, event])
     rows = model.builder.rows("outwards_{}_{}", (device.ops[first], device.ops[event]), side, INF, terms)
     row, k = np.nonzero(np.arange(len(mine)) >= i[:, None])
-    model.builder.entries(rows[row], away.column[event[row], mine[k]], -took)
+    model.builder.entries(rows[row], away.amount[event[row], mine[k]], -took)
 
 
 def _homewards(model: Model, device: DeviceOrder, memory: DeviceMemory, away: Away, mine: Ints, told: Ints) -> None:
@@ -63,4 +63,4 @@ def _homewards(model: Model, device: DeviceOrder, memory: DeviceMemory, away: Aw
     side = -big * device.const[last, event]
     rows = model.builder.rows("homewards_{}_{}", (device.ops[event], device.ops[last]), side, INF, terms)
     row, k = np.nonzero(np.arange(len(mine)) <= j[:, None])
-    model.builder.entries(rows[row], away.column[event[row], mine[k]], -took)
+    model.builder.entries(rows[row], away.amount[event[row], mine[k]], -took)

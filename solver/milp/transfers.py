@@ -63,8 +63,10 @@ def _exclude(model: Model, a: Ints, b: Ints) -> None:
     a_first, b_first = a_first[~apart], b_first[~apart]
     first = _ahead(model, a, b, a_first)
     second = _ahead(model, b, a, b_first)
-    terms = [(first, 1.0), (second, 1.0), (model.decision[a], -1.0), (model.decision[b], -1.0)]
-    model.builder.rows("channel_{}_{}", (a, b), -1.0, INF, terms)
+    terms = [(first, 1.0), (second, 1.0)]
+    if not model.parts:
+        terms += [(model.decision[a], -1.0), (model.decision[b], -1.0)]
+    model.builder.rows("channel_{}_{}", (a, b), 1.0 if model.parts else -1.0, INF, terms)
 
 
 def _ahead(model: Model, a: Ints, b: Ints, possible: Bools) -> Ints:

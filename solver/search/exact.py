@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optpipe.problem import Problem
 from solver.incumbent import Incumbent
-from solver.milp.formulation import estimated_bits
+from solver.milp.formulation import Options, estimated_bits
 
 #: Order bits up to which the whole MILP gets anywhere.
 _MOST_BITS = 2_500
@@ -17,6 +17,8 @@ def is_small(problem: Problem) -> bool:
 
 def solve_exactly(incumbent: Incumbent, seconds: float, *, threads: int) -> None:
     """Solve the MILP on HiGHS, or on the solver that the options name; schedules and bounds go to ``incumbent``.
+
+    What transfers move is free in it where the best schedule moves parts: no schedule of whole transfers may be better.
 
     Parameters
     ----------
@@ -42,6 +44,7 @@ def solve_exactly(incumbent: Incumbent, seconds: float, *, threads: int) -> None
         lower_bound=incumbent.bound,
         on_improvement=incumbent.taker("milp"),
         backend=options.backend,
+        options=Options(parts=incumbent.ops is not None and bool((incumbent.ops.bytes >= 0).any())),
     )
     incumbent.offer(ops, "milp")
     if bound is not None:

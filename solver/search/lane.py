@@ -57,7 +57,7 @@ def main() -> None:
     reporter = _Reporter(out)
     incumbent = Incumbent(Problem.model_validate(header["problem"]), options, header["bound"], reporter.progress)
     reporter.incumbent = incumbent
-    portfolio = Portfolio(incumbent, random.Random(options.seed))
+    portfolio = Portfolio(incumbent, random.Random(options.seed), lines=header["number"])
     while True:
         header, arrays = inbox.get()
         incumbent.on_progress = None

@@ -30,7 +30,8 @@ class Lane:
         self._process = Process("solver.search.lane")
         options = asdict(incumbent.options) | {"seed": incumbent.options.seed + number, "cache": False}
         problem = incumbent.problem.to_json()
-        self._process.send({"problem": problem, "options": options, "left": incumbent.left, "bound": incumbent.bound})
+        header = {"problem": problem, "options": options, "left": incumbent.left, "bound": incumbent.bound}
+        self._process.send(header | {"number": number})
 
     def begin(self, task: str, seconds: float) -> None:
         """Have it do something from the best schedule known on: ``round`` (of the portfolio) or ``milp``."""

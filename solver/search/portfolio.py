@@ -27,6 +27,8 @@ _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
+#: Windows of what comes home from a twin or sibling, if it is this close (of the best).
+_WINDOWS_HOME, _NEAR = 10, 0.02
 #: Largest schedule, in ops, whose shares are optimised.
 _SHARED = 10_000
 #: Of a twin's times: how far they are off at most.
@@ -40,21 +42,21 @@ class Portfolio:
     """All searches, as lines that each go their own way.
 
     Where a search ends depends much on how it begins. So of two lines that have made as many rounds only the better one
-    makes the next, longer one: half of the time goes to the longest rounds but one and so on, down to lines that begin
-    anew. A large problem has one line only: there is no time for more.
+    makes the next, longer one (siblings apart from the others): half of the time goes to the longest rounds but one
+    and so on, down to lines that begin anew. A large problem has one line only: there is no time for more.
 
-    Every second line of a problem with offloads goes its way on a twin of it, whose times are a little off. Where times
-    are round many things happen at one instant, and none of a schedule's neighbours is shorter though schedules further
-    off are; the twin's schedule is re-timed for the problem.
+    Of three lines one searches a sibling, with fewer microbatches (see ``siblings``), and one, where there are
+    offloads, a twin, whose times are a little off. Where times are round many things happen at one instant, and none of
+    a schedule's neighbours is shorter though schedules further off are; the twin's schedule is re-timed.
 
     A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
     """
 
-    def __init__(self, incumbent: Incumbent, rng: random.Random) -> None:
+    def __init__(self, incumbent: Incumbent, rng: random.Random, lines: int = 0) -> None:
         self.incumbent, self.rng = incumbent, rng
         self.first: Ops | None = None
-        self.waiting: dict[int, Line] = {}  # by the number of rounds that they have made
-        self.lines = 0
+        self.waiting: dict[tuple[bool, int], Line] = {}  # by kind, and by the number of rounds that they have made
+        self.lines = lines  # which kind of line comes next: lanes begin with different ones
 
     def round(self, seconds: float) -> None:
         """The first round of a new line, then those rounds for which there are two lines to choose from; at most so
@@ -62,17 +64,17 @@ class Portfolio:
         incumbent, problem = self.incumbent, self.incumbent.problem
         end = incumbent.seconds + seconds
         if 3 * problem.num_stages * problem.num_microbatches > _WINDOWED:
-            line = self.waiting.setdefault(0, Line(incumbent, self.rng))
+            line = self.waiting.setdefault((False, 0), Line(incumbent, self.rng))
             line.round(seconds)
             return
         self.first = self.first or incumbent.ops
         line = self._line()
         line.round(seconds)
-        while line.rounds in self.waiting and not incumbent.at_bound and incumbent.seconds < end:
-            other = self.waiting.pop(line.rounds)
-            line = min(other, line, key=lambda each: each.value)
+        while line.key in self.waiting and not incumbent.at_bound and incumbent.seconds < end:
+            other = self.waiting.pop(line.key)
+            line = min(other, line, key=lambda each: each.loss)
             line.round(end - incumbent.seconds)
-        self.waiting[line.rounds] = line
+        self.waiting[line.key] = line
 
     def _line(self) -> Line:
         """A new line."""
@@ -90,8 +92,8 @@ class Portfolio:
         """What a new line searches on: a sibling of the problem, a twin, or (None) the problem itself."""
         problem = self.incumbent.problem
         offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
-        few = sibling(problem, rng) if self.lines % 3 == 2 else None
-        if offloads and (self.lines % 3 == 0 or (few is not None and rng.random() < 0.5)):
+        few = sibling(problem, rng) if self.lines % 3 == 0 else None
+        if offloads and (self.lines % 3 == 2 or (few is not None and rng.random() < 0.5)):
             return twin(few or problem, rng)
         return few
 
@@ -112,7 +114,7 @@ def twin(problem: Problem, rng: random.Random) -> Problem:
 class Line:
     """The searches on one incumbent, and what they learn from one round to the next.
 
-    ``home`` is the incumbent of the problem itself where the line's own one is of a twin.
+    ``home`` is the incumbent of the problem itself where the line's own one is of a twin or sibling.
     """
 
     def __init__(self, incumbent: Incumbent, rng: random.Random, home: Incumbent | None = None) -> None:
@@ -121,6 +123,22 @@ class Line:
         self.pool: list[tuple[float, int, Policy]] = []
         self.genomes: list[tuple[float, Genome]] = []
         self.rounds = 0
+
+    @property
+    def is_sibling(self) -> bool:
+        """Whether the line has fewer microbatches than the problem itself."""
+        own = self.incumbent.problem.num_microbatches
+        return self.home is not None and own < self.home.problem.num_microbatches
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """Lines are compared with others of the same kind that have made as many rounds."""
+        return self.is_sibling, self.rounds
+
+    @property
+    def loss(self) -> float:
+        """By how much (ms) the best schedule misses the bound: what a sibling's schedule loses at its ends stays."""
+        return self.incumbent.value - self.incumbent.bound if self.is_sibling else self.value
 
     def round(self, seconds: float) -> None:
         """One round, of at most so many seconds: policies, single stages, orders alone if there are no transfers,
@@ -147,61 +165,58 @@ class Line:
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
-        if 3 * problem.num_stages * problem.num_microbatches <= _WINDOWED:
-            part = _WINDOWS_PART * (end - incumbent.seconds)
-            search_windows(incumbent, rng, windows=_WINDOWS * 2**self.rounds, seconds=part)
+        self._reshare(incumbent, end)
+        self._windows(incumbent, _WINDOWS * 2**self.rounds, _WINDOWS_PART * (end - incumbent.seconds))
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
-        if self.home is None:
-            self.value = min(self.value, incumbent.value)
-        self.value = min(self.value, self._at_home(around, end))
+        self._reshare(incumbent, end)
+        self.value = min(self.value, self._at_home(end))
         self.rounds += 1
 
-    def _at_home(self, runs: int, end: float) -> float:
-        """What the best schedule is worth for the problem itself; the best objective.
-
-        It then has other shares, and is searched around. (The other searches want the transfers of a stage alike, so
-        this line's own schedule stays as it is.)
-        """
-        incumbent = self.incumbent
-        home = self.home or incumbent.parent or incumbent
-        if incumbent.ops is None or home.at_bound or incumbent.options.objective != "makespan":
+    def _at_home(self, end: float) -> float:
+        """What the best schedule is worth for the problem itself; the best objective."""
+        incumbent, home = self.incumbent, self.home
+        if home is None or incumbent.ops is None:
+            return incumbent.value
+        if home.at_bound:
             return float("inf")
         apart = home.line(None)
-        few = incumbent.problem.num_microbatches
-        if self.home is None:
-            apart.offer(incumbent.ops, incumbent.source)
-        elif few == home.problem.num_microbatches:
-            apart.offer(earliest(home.problem, incumbent.ops), "twin")
+        if incumbent.problem.num_microbatches == apart.problem.num_microbatches:
+            apart.offer(earliest(apart.problem, incumbent.ops), "twin")
         else:
-            small = self._sibling(home.problem.model_copy(update={"num_microbatches": few}))
-            self._reshare(small, runs, end)
-            left = end - incumbent.seconds
-            if small.ops is not None and left > 0:
-                for ops in stretched(home.problem, small.problem, small.ops, below=self.value, seconds=left):
-                    apart.offer(ops, "sibling")
-        self._reshare(apart, runs, end)
+            self._stretch(apart, end)
+        self._reshare(apart, end)
+        if apart.value <= home.value * (1 + _NEAR):
+            self._windows(apart, _WINDOWS_HOME * 2**self.rounds, _WINDOWS_PART * (end - incumbent.seconds))
+            self._reshare(apart, end)
         return apart.value
 
-    def _sibling(self, problem: Problem) -> Incumbent:
-        """The line's best schedule for a sibling of the problem, whose twin may be what the line is on."""
-        bound = lower_bound(problem, self.incumbent.options.objective)
-        small = Incumbent(problem, self.incumbent.options, bound, begin=self.incumbent.begin, facts={})
-        assert self.incumbent.ops is not None
-        small.offer(earliest(problem, self.incumbent.ops), "sibling")
-        return small
+    def _stretch(self, apart: Incumbent, end: float) -> None:
+        """Offer what the best schedule, of a sibling or its twin, is worth with all microbatches."""
+        few, ops = self.incumbent.problem.num_microbatches, self.incumbent.ops
+        assert ops is not None
+        problem = apart.problem.model_copy(update={"num_microbatches": few})
+        small = Incumbent(problem, self.incumbent.options, 0.0, begin=self.incumbent.begin, facts={})
+        small.offer(earliest(problem, ops), "sibling")
+        self._reshare(small, end)
+        left = end - self.incumbent.seconds
+        if small.ops is not None and left > 0:
+            for found in stretched(apart.problem, problem, small.ops, below=self.value, seconds=left):
+                apart.offer(found, "sibling")
 
-    def _reshare(self, best: Incumbent, runs: int, end: float) -> None:
-        """Shares of the transfers, and a search around, in turns."""
-        for turn in range(2):
-            if best.ops is None or best.at_bound or best.seconds >= end or len(best.ops) > _SHARED:
-                return
-            if best.ops.is_compute.all():
-                return
-            best.offer(with_best_shares(best.problem, best.ops, seconds=end - best.seconds), "shares")
-            if turn == 0:
-                search_around(best, self.rng, runs=runs, seconds=end - best.seconds)
+    def _reshare(self, best: Incumbent, end: float) -> None:
+        """What each transfer should move."""
+        left = end - best.seconds
+        if best.ops is None or best.at_bound or left <= 0 or len(best.ops) > _SHARED or best.ops.is_compute.all():
+            return
+        if best.options.objective == "makespan":
+            best.offer(with_best_shares(best.problem, best.ops, seconds=left), "shares")
+
+    def _windows(self, best: Incumbent, windows: int, seconds: float) -> None:
+        """Windows, in which the shares are free too."""
+        if 3 * best.problem.num_stages * best.problem.num_microbatches <= _WINDOWED:
+            search_windows(best, self.rng, windows=windows, seconds=seconds)
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""

@@ -25,17 +25,15 @@ from solver.tables import tables
 _CUTS, _BLOCKS = np.linspace(0.2, 0.8, 25), (1, 2, 4, 8)
 #: Orders that are made to fit the memory by other shares, and by the list scheduler: the shortest ones.
 _FITTED, _REPAIRED = 12, 4
-#: A sibling has so many microbatches at least and at most, in devices.
-_FEWEST, _MOST = 1.25, 3.0
+#: How many microbatches a sibling may have, in devices.
+_SIZES = (1.5, 2.0, 2.0, 2.5)
 
 
 def sibling(problem: Problem, rng: random.Random) -> Problem | None:
     """The problem with fewer microbatches, how many is drawn; None where it has few itself."""
-    fewest = max(problem.num_devices + 1, round(_FEWEST * problem.num_devices))
-    most = min(problem.num_microbatches - 1, round(_MOST * problem.num_devices))
-    if fewest > most:
-        return None
-    return problem.model_copy(update={"num_microbatches": rng.randint(fewest, most)})
+    sizes = [max(2, round(size * problem.num_devices)) for size in _SIZES]
+    sizes = [size for size in sizes if size < problem.num_microbatches]
+    return problem.model_copy(update={"num_microbatches": rng.choice(sizes)}) if sizes else None
 
 
 def stretched(problem: Problem, other: Problem, ops: Ops, *, below: float, seconds: float) -> Iterator[Ops]:

@@ -23,7 +23,6 @@ from solver.milp.highs import Settings
 from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.precedence import Contradiction
 from solver.milp.table import op_table
-from solver.search.parts import as_parts, as_whole
 
 #: Nodes of one window's search tree. Effort is counted, not timed, so that the same seed gives the same schedule.
 _NODES = 20
@@ -31,6 +30,8 @@ _NODES = 20
 _EASY, _HARD = 300, 3_000
 #: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
 _MOST_BINARIES = 400
+#: Relative: what a schedule may lose by moving whole bytes.
+_ROUND = 1e-6
 #: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
 _TIDY = 1e-3
 
@@ -56,7 +57,7 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
     Parameters
     ----------
     best
-        Holds a schedule without recomputation whose transfers of one stage move the same amount; others are left alone.
+        Holds a schedule without recomputation; others are left alone.
     windows
         How many to solve at most.
     seconds
@@ -64,15 +65,17 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
     """
     end = best.seconds + seconds
     objective = best.options.objective
+    parts = any(best.problem.can_offload(s) for s in range(best.problem.num_stages))
+    same = _ROUND if parts else SAME
     shapes = [_Shape(0.15), _Shape(0.4, devices=3), _Shape(1.0, microbatches=2)]
-    if best.ops is None or (whole := as_whole(best.problem, best.ops)) is None:
+    if best.ops is None:
         return
-    problem, present = whole
+    problem, present = best.problem, best.ops
     for number in range(windows):
         left = end - best.seconds
         if best.at_bound or left <= 0.05:
             return
-        found = incumbent(problem, op_table(problem, offload=True, fuse=True), present)
+        found = incumbent(problem, op_table(problem, offload=True, fuse=True), present, parts=parts)
         if found is None:
             return
         shape = shapes[number % len(shapes)]
@@ -80,8 +83,8 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
         try:
             program = formulate(
                 problem,
-                Options(objective=objective),
-                upper=found.objective[objective] * (1 + SAME),
+                Options(objective=objective, parts=parts),
+                upper=found.objective[objective] * (1 + same),
                 lower=best.bound,
                 known=found,
                 free=free,
@@ -102,9 +105,9 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
         if result.solution is None:
             continue
         ops = schedule(program, result.solution)
-        if ops is not None and best.objective(ops) <= best.value * (1 + SAME):
+        if ops is not None and best.objective(ops) <= best.value * (1 + same):
             present = ops
-            best.offer(as_parts(best.problem, problem, ops), "windows")
+            best.offer(ops, "windows")
 
 
 def _window(problem: Problem, found: Incumbent, shape: _Shape, rng: random.Random) -> Bools:
