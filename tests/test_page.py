@@ -203,6 +203,28 @@ def test_the_picture_has_memory_budgets_and_labels(tiny_plan):
     assert 'class="memory"' not in svg.render(tiny_plan, memory=False)
 
 
+def two_stages_a_device(problem: Problem) -> Plan:
+    """One microbatch through two devices and back, each with two stages."""
+    first, second = problem.to_json()["stages"]
+    vee = problem.changed(num_microbatches=1, stages=[first, second, second, first], comm_ms=[0.0] * 3)
+    order = " ".join(["F(0,0) F(1,0) F(2,0) F(3,0)"] + [f"B({s},0) W({s},0)" for s in (3, 2, 1, 0)])
+    return plan_in_order(vee, order)
+
+
+def test_ops_of_a_later_stage_are_marked_in_the_picture(tiny_plan, tiny_problem):
+    plan = two_stages_a_device(tiny_problem)
+    picture = svg.render(plan)
+    drawn, marked = boxes(picture), []
+    for element in ElementTree.fromstring(picture.encode()).iter():
+        if element.get("class") == "later":
+            marked += [float(left) for left in re.findall(r"M([\d.]+) ", element.get("d") or "")]
+    scale = (960 - 64 - 6) / plan.makespan_ms
+    later = [64 + op.start * scale for op in plan.ops if op.stage in (2, 3)]
+    assert sorted(marked) == pytest.approx(sorted(later), abs=0.02)
+    assert len(marked) < sum(map(len, drawn.values()))
+    assert "a later stage" in picture and "a later stage" not in svg.render(tiny_plan)
+
+
 def test_the_picture_in_the_docs_is_that_of_the_example():
     docs = Path(__file__).parents[1] / "docs"
     assert (docs / "example-plan.svg").read_text() == svg.render(Plan.read(docs / "example-plan.json"))
@@ -345,6 +367,23 @@ def test_a_second_plan_and_a_narrow_dark_window(tiny_plan, tiny_problem, tmp_pat
     assert "other plan: 0 ms to 1 ms, takes 1 ms" in answer["told"]
     assert answer["paper"] == "rgb(21, 24, 28)"
     assert answer["wide"] <= answer["window"]
+
+
+@needs_chromium
+def test_ops_of_a_later_stage_are_marked(tiny_problem, tmp_path):
+    script = (
+        TOOLS
+        + """
+    const top = (op) => { const b = box(op); return pixel(b.x + 3, b.y + 1); };
+    const marked = every.filter((op) => !same(top(op), fill(op))).map((op) => chart.ops.stage[op]);
+    const wrong = every.filter((op) => !same(corner(op), fill(op))).length;
+    return {marked, wrong, legend: document.getElementById("legend").innerText};
+    """
+    )
+    answer = ask(render(two_stages_a_device(tiny_problem)), script, tmp_path)
+    assert answer["faults"] == [] and answer["wrong"] == 0
+    assert sorted(answer["marked"]) == [2, 2, 2, 3, 3, 3]
+    assert "a later stage of its device" in answer["legend"] and "budget" in answer["legend"]
 
 
 @needs_chromium

@@ -48,6 +48,8 @@ class Chart {
     this.deviceOf = new Int32Array(this.count).fill(-1);
     this.ofMicrobatch = new Map();
     this.index = new Map();
+    // Which of its device's stages each stage is, from 0.
+    this.chunk = new Map(data.devices.flatMap((device) => device.stages.map((stage, n) => [stage, n])));
     for (let op = 0; op < this.count; op++) {
       this.index.set(this.key(op), op);
       const microbatch = this.ops.microbatch[op];
@@ -216,6 +218,11 @@ class Chart {
       context.globalAlpha = chosen ? 1 : 0.15;
       context.fillStyle = kind.fill;
       context.fillRect(left, y + 2, wide > 4 ? wide - 1 : wide, row.height - 4);
+      const chunk = this.chunk.get(this.ops.stage[op]);
+      if (row.idle && chunk && wide > 2) {
+        context.fillStyle = "#0009";
+        context.fillRect(left, y + 2, wide > 4 ? wide - 1 : wide, Math.min(2 * chunk, 6));
+      }
       if (wide > 9 && row.height > 12) this.drawLabel(context, kind, op, left, wide, y + row.height / 2);
     }
     context.globalAlpha = 1;

@@ -42,6 +42,11 @@
   const idle = make("span", "", "key");
   idle.append(make("span", "\u00a0", "swatch bubble"), "bubble");
   element("legend").append(idle);
+  if (charts.some((chart) => chart.data.devices.some((device) => device.stages.length > 1))) {
+    const later = make("span", "", "key");
+    later.append(make("span", "\u00a0", "swatch later"), "dark on top: a later stage of its device");
+    element("legend").append(later);
+  }
   const held = make("span", "", "key");
   held.append(make("span", "\u00a0", "swatch level"), "memory held");
   element("legend").append(held);

@@ -17,6 +17,7 @@ from optpipe.report import size_text
 _GUTTER, _AXIS, _MARGIN, _LEGEND = 64.0, 18.0, 6.0, 20.0
 _COMPUTE, _TRANSFER, _MEMORY, _HEAD, _SPACE = 18.0, 10.0, 26.0, 14.0, 6.0
 _SMALLEST_LABEL = 5.2  # px a character
+_BUBBLE, _DASHED = "#e4e6e9", 'stroke="#b3261e" stroke-dasharray="4 2"'
 #: px between ops that follow each other, where they are wider than so many px.
 _SEAM, _SEEN = 0.5, 3.0
 
@@ -45,6 +46,8 @@ class _Picture:
     def __init__(self, chart: dict[str, Any], width: float, memory: bool) -> None:
         self.chart, self.width, self.memory = chart, width, memory
         self.ops = chart["ops"]
+        #: Which of its device's stages each stage is, from 0.
+        self.chunk = {stage: n for device in chart["devices"] for n, stage in enumerate(device["stages"])}
         self.start, self.end = chart["start"], max(chart["end"], chart["start"] + 1e-9)
         self.y = _MARGIN
         self.parts: list[str] = []
@@ -90,6 +93,15 @@ class _Picture:
             text = f"{kind.name} {draw.MEANING[kind]}"
             self._write(x + 15, self.y + 8.5, text)
             x += 26 + 5 * len(text)
+        self.parts.append(f'<rect x="{x:g}" y="{self.y:g}" width="12" height="10" fill="{_BUBBLE}"/>')
+        self._write(x + 15, self.y + 8.5, "bubble")
+        x += 56
+        if any(device["budget"] is not None for device in self.chart["devices"]) and self.memory:
+            self.parts.append(f'<path d="M{x:g} {self.y + 5:g}h12" {_DASHED}/>')
+            self._write(x + 15, self.y + 8.5, "budget")
+            x += 56
+        if max(self.chunk.values(), default=0):
+            self._write(x, self.y + 8.5, "dark on top: a later stage of its device")
         self.y += _LEGEND
 
     def _axis(self) -> None:
@@ -127,15 +139,25 @@ class _Picture:
             wide = self.width - _GUTTER - _MARGIN
             self.parts.append(
                 f'<rect class="bubble" x="{_GUTTER:g}" y="{self.y:g}" width="{wide:g}" height="{height - 1:g}" '
-                'fill="#e4e6e9"/>'
+                f'fill="{_BUBBLE}"/>'
             )
         for kind in (Kind(k) for k in sorted({self.ops["kind"][op] for op in ops})):
             own = [op for op in ops if self.ops["kind"][op] == kind]
             path = "".join(self._boxes(own, height - 1))
             self.parts.append(f'<path class="{kind.name}" fill="{colours.FILL[kind]}" d="{path}"/>')
+            if shaded:
+                self._later(own)
             for op in own:
                 self._label(op, kind, height)
         self.y += height
+
+    def _later(self, ops: list[int]) -> None:
+        """A dark bar on ops of the second stage of a device, thicker ones on the third and fourth."""
+        for chunk in range(1, max(self.chunk.values(), default=0) + 1):
+            own = [op for op in ops if self.chunk[self.ops["stage"][op]] == chunk]
+            if own:
+                path = "".join(self._boxes(own, min(1.5 * chunk, 4.5)))
+                self.parts.append(f'<path class="later" fill="#000000" fill-opacity="0.6" d="{path}"/>')
 
     def _boxes(self, ops: list[int], height: float) -> Iterator[str]:
         for op in ops:
@@ -166,8 +188,5 @@ class _Picture:
         self._write(_GUTTER - 4, bottom - tall / 2 + 3, "memory", anchor="end", fill="#62676d")
         if device["budget"] is not None:
             y = bottom - tall * device["budget"] / full
-            self.parts.append(
-                f'<path class="budget" d="M{_GUTTER:g} {y:.2f}H{self.width - _MARGIN:g}" stroke="#b3261e" '
-                'stroke-dasharray="4 2"/>'
-            )
+            self.parts.append(f'<path class="budget" d="M{_GUTTER:g} {y:.2f}H{self.width - _MARGIN:g}" {_DASHED}/>')
         self.y += _MEMORY
