@@ -4,7 +4,7 @@
 #   sbatch docs/examples/slurm.sh config.yaml
 #
 # Slurm starts one torchrun a machine, and torchrun one rank a GPU. Ranks are numbered machine by machine, so neighbours
-# in the pipeline sit on one machine, and with train.replicas whole pipelines do where they fit.
+# in the pipeline sit on one machine, and with train.replicas or train.shards whole pipelines do where they fit.
 #
 #SBATCH --job-name=optpipe
 #SBATCH --nodes=2
