@@ -220,8 +220,8 @@ class Chart {
       context.fillRect(left, y + 2, wide > 4 ? wide - 1 : wide, row.height - 4);
       const chunk = this.chunk.get(this.ops.stage[op]);
       if (row.idle && chunk && wide > 2) {
-        context.fillStyle = "#0009";
-        context.fillRect(left, y + 2, wide > 4 ? wide - 1 : wide, Math.min(2 * chunk, 6));
+        context.fillStyle = look.colours.later;
+        context.fillRect(left, y + 2, wide > 4 ? wide - 1 : wide, Math.min(3 * chunk, 9));
       }
       if (wide > 9 && row.height > 12) this.drawLabel(context, kind, op, left, wide, y + row.height / 2);
     }

@@ -44,7 +44,7 @@
   element("legend").append(idle);
   if (charts.some((chart) => chart.data.devices.some((device) => device.stages.length > 1))) {
     const later = make("span", "", "key");
-    later.append(make("span", "\u00a0", "swatch later"), "dark on top: a later stage of its device");
+    later.append(make("span", "\u00a0", "swatch later"), "band on top: a later stage of its device");
     element("legend").append(later);
   }
   const held = make("span", "", "key");
@@ -72,7 +72,7 @@
 
   const colours = () => {
     const style = getComputedStyle(document.documentElement);
-    const names = ["paper", "ink", "muted", "line", "bubble", "hatch", "level", "budget", "path"];
+    const names = ["paper", "ink", "muted", "line", "bubble", "hatch", "level", "budget", "path", "later"];
     return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   };
 

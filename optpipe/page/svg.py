@@ -101,7 +101,7 @@ class _Picture:
             self._write(x + 15, self.y + 8.5, "budget")
             x += 56
         if max(self.chunk.values(), default=0):
-            self._write(x, self.y + 8.5, "dark on top: a later stage of its device")
+            self._write(x, self.y + 8.5, "band on top: a later stage of its device")
         self.y += _LEGEND
 
     def _axis(self) -> None:
@@ -152,7 +152,7 @@ class _Picture:
         self.y += height
 
     def _later(self, ops: list[int]) -> None:
-        """A dark bar on ops of the second stage of a device, thicker ones on the third and fourth."""
+        """A dark band on ops of the second stage of a device, thicker ones on the third and fourth."""
         for chunk in range(1, max(self.chunk.values(), default=0) + 1):
             own = [op for op in ops if self.chunk[self.ops["stage"][op]] == chunk]
             if own:
