@@ -206,9 +206,12 @@ def _of_stages(path: Path, change: Callable[[str, Tensor], Tensor]) -> Stored:
     for file in sorted(path.glob("stage-*.pt")):
         part = _read(file)
         try:
-            tensors |= flat(part)
+            found = flat(part)
+            if not all(isinstance(tensor, Tensor) for tensor in found.values()):
+                raise TypeError("it holds something that is no tensor")
         except (KeyError, TypeError, AttributeError) as error:
             raise _damaged(file, error) from None
+        tensors |= found
     known: dict[str, STORAGE_TYPES] = {
         key: _known(tensor.dtype, tensor.shape, [(torch.Size([0] * tensor.dim()), tensor.shape)])
         for key, tensor in tensors.items()
@@ -218,7 +221,7 @@ def _of_stages(path: Path, change: Callable[[str, Tensor], Tensor]) -> Stored:
 
 def _of_parts(path: Path) -> Stored:
     known: dict[str, STORAGE_TYPES] = {}
-    places: dict[MetadataIndex, tuple[str, int]] = {}
+    places: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
     index = files.read_json(path / _INDEX)
     try:
         for key, tensor in index["tensors"].items():
@@ -227,18 +230,21 @@ def _of_parts(path: Path) -> Stored:
                 raise TypeError(f"{tensor['dtype']} is no dtype")
             boxes = [(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in tensor["chunks"]]
             known[key] = _known(dtype, torch.Size(tensor["size"]), boxes)
-            for (offsets, _), chunk in zip(boxes, tensor["chunks"], strict=True):
-                places[MetadataIndex(key, offsets)] = Path(chunk["file"]).name, int(chunk["place"])
+            if sum(sizes.numel() for _, sizes in boxes) != torch.Size(tensor["size"]).numel():
+                raise ValueError(f"{key} has chunks that do not make it up")
+            for (offsets, sizes), chunk in zip(boxes, tensor["chunks"], strict=True):
+                places[MetadataIndex(key, offsets)] = Path(chunk["file"]).name, int(chunk["place"]), sizes
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(path / _INDEX, error) from None
     part = cache(lambda file: _read(path / file))
 
     def tensor_of(index: MetadataIndex) -> Tensor:
-        file, place = places[index]
+        file, place, sizes = places[index]
         try:
             tensor = part(file)[place]
-            assert isinstance(tensor, Tensor)
-        except (LookupError, TypeError, AssertionError) as error:
+            if not isinstance(tensor, Tensor) or tensor.shape != sizes:
+                raise TypeError(f"entry {place} is no tensor of size {list(sizes)}")
+        except (LookupError, TypeError) as error:
             raise _damaged(path / file, error) from None
         return tensor
 

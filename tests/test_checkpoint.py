@@ -112,9 +112,10 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
         checkpoint.load(tmp_path)
-    torch.save({"model": print}, file)
-    with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
-        checkpoint.load(tmp_path)
+    for value in ({"model": print}, {"model": {"0.weight": 3}, "optimizer": {}}):
+        torch.save(value, file)
+        with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
+            checkpoint.load(tmp_path)
 
 
 class Runs:
@@ -129,7 +130,7 @@ def test_parts_that_are_damaged_are_one_line_and_run_nothing(tmp_path: Path, cap
         checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1}, spread=True)
         return checkpoint.find(tmp_path)[0]
 
-    for value in (Runs(), [], {"tensors": []}, [1, 2, 3, 4]):
+    for value in (Runs(), [], {"tensors": []}, [1, 2, 3, 4], [torch.zeros(1)] * 9):
         file = saved() / "part-0.pt"
         torch.save(value, file)
         with pytest.raises(InputError, match=r"part-0\.pt: is damaged"):
@@ -139,7 +140,8 @@ def test_parts_that_are_damaged_are_one_line_and_run_nothing(tmp_path: Path, cap
         checkpoint.load(tmp_path)
     index = saved() / "index.json"
     whole = index.read_text()
-    for damaged in ("{}", whole.replace('"float32"', '"load"'), whole.replace('"place"', '"spot"'), "[3]"):
+    half = whole.replace('"size": [', '"size": [2, ')
+    for damaged in ("{}", half, whole.replace('"float32"', '"load"'), whole.replace('"place"', '"spot"'), "[3]"):
         index.write_text(damaged)
         with pytest.raises(InputError, match=r"index\.json: is damaged"):
             checkpoint.load(tmp_path)
