@@ -18,7 +18,6 @@ from runtime.boundary import TensorSpec
 from runtime.data_parallel import Replicas, Shards, ranks_of
 from runtime.evaluate import Evaluator
 from runtime.executor import Executor
-from runtime.gradients import Copy, TiedWeights
 from runtime.model import loss_fn
 from runtime.stage import StageBytes, measure_bytes
 from tests.pipelines import (
@@ -33,7 +32,6 @@ from tests.pipelines import (
     stage_module,
 )
 from tests.test_evaluate import in_one_process
-from tests.test_gradients import tied_stages
 
 M, STEPS = 4, 3
 SETTINGS = OptimizerConfig(learning_rate=0.01, clip_norm=0.05, warmup_steps=2)
@@ -114,26 +112,10 @@ def replicas(mesh, split: bool):
     return train(plan, stages, ranks_of(mesh, "pipeline"), group, syncs, part=part)[:2]
 
 
-def tied_replicas(mesh):
-    """The same, and the first and the last stage share a weight."""
-    row, pipeline = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
-    ranks = ranks_of(mesh, "pipeline")
-    stages = {pipeline: tied_stages(2)[pipeline]}
-    replicas_sync = Replicas(stages, mesh.get_group("data"))
-    tied = TiedWeights([[Copy(0, "0.token.weight"), Copy(1, "weight")]], stages, ranks)
-    plan = plan_of_orders(problem(), one_f_one_b(2, M, split=True))
-    part = slice(row * M, (row + 1) * M)
-    group = mesh.get_group("pipeline")
-    return train(plan, stages, ranks, group, [replicas_sync, tied], tied.counts, part)[:2]
-
-
-def shards(mesh, blocks: bool, seed: int):
+def shards(mesh, seed: int):
     """Two replicas that keep half of every parameter; activations are offloaded, parameters are not."""
     row, pipeline = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
     module = stage_module(pipeline, 2)
-    if blocks:
-        for layer in module:
-            fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)
     fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
     stages = {pipeline: module}
     plan = random_plan(problem(), seed, offload=0.8)
@@ -147,39 +129,6 @@ def shards(mesh, blocks: bool, seed: int):
     evaluator.close()
     assert all(isinstance(p, DTensor) for p in module.parameters()), "between steps only the shards are kept"
     return norms, parameters, loss
-
-
-def on_replicas(rank: int, count: int):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    return {
-        "fused": replicas(mesh, split=False),
-        "split": replicas(mesh, split=True),
-        "tied": tied_replicas(mesh),
-        "shards": shards(mesh, blocks=False, seed=3),
-        "shards of blocks": shards(mesh, blocks=True, seed=4),
-    }
-
-
-def test_replicas_and_shards_train_as_one_process() -> None:
-    found = in_processes(4, on_replicas)
-    for name in found[0]:
-        parts = [rank[name] for rank in found]
-        if name == "tied":
-            stages = tied_stages(2)
-            stages[1].weight = stages[0][0].token.weight
-            norms, parameters = expected(stages)
-            for own_norms, own in parts:
-                assert own_norms == pytest.approx(norms, rel=1e-4)
-                for key, value in own.items():
-                    key = "0.0.token.weight" if key == "1.weight" else key
-                    torch.testing.assert_close(torch.tensor(value), parameters[key], rtol=0, atol=TOLERANCE)
-        else:
-            stages = [stage_module(s, 2) for s in range(2)]
-            compare([part[:2] for part in parts], stages, 2 * M)
-            losses = [part[2] for part in parts if len(part) > 2 and part[2] is not None]
-            assert len(losses) == 2 * name.startswith("shards")
-            for loss in losses:
-                assert loss == pytest.approx(in_one_process(stages, *batch(M, seed=9), loss_fn, M), rel=1e-4)
 
 
 class Layers(nn.Module):
@@ -204,9 +153,8 @@ def tensor_parallel_stages() -> list[nn.Module]:
     return [nn.Sequential(first, Layers()), nn.Sequential(Layers(), Layers(), last)]
 
 
-def on_tensor_parallel(rank: int, count: int):
+def shared(mesh):
     """A pipeline of two, each device of which is two ranks that share its matrices."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     pipeline = mesh.get_local_rank("pipeline")
     module = tensor_parallel_stages()[pipeline]
     for layer in module:
@@ -221,7 +169,7 @@ def on_tensor_parallel(rank: int, count: int):
         norms, parameters, results = train(
             plan, {pipeline: module}, ranks_of(mesh, "pipeline"), mesh.get_group("pipeline"), part=slice(M)
         )
-        found[kind] = norms, parameters
+        found[f"shared, {kind}"] = norms, parameters
         # What is saved as a DTensor is counted, and moves, as any other.
         assert max(result.host_peak_bytes for result in results) > 0
         with torch.no_grad():
@@ -230,10 +178,36 @@ def on_tensor_parallel(rank: int, count: int):
     return found
 
 
-def test_tensor_parallel_layers_train_as_one_process() -> None:
-    found = in_processes(4, on_tensor_parallel)
-    for kind in ("fused", "split"):
-        compare([rank[kind] for rank in found], tensor_parallel_stages(), M)
+def on_ranks(rank: int, count: int):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    return {
+        "fused": replicas(mesh, split=False),
+        "split": replicas(mesh, split=True),
+        "shards": shards(mesh, seed=3),
+        **shared(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    """Of each rank."""
+    return in_processes(4, on_ranks)
+
+
+@pytest.mark.parametrize("name", ["fused", "split", "shards"])
+def test_pipelines_side_by_side_train_as_one_process(found: list[dict], name: str) -> None:
+    stages = [stage_module(s, 2) for s in range(2)]
+    parts = [rank[name] for rank in found]
+    compare([part[:2] for part in parts], stages, 2 * M)
+    losses = [part[2] for part in parts if len(part) > 2 and part[2] is not None]
+    assert len(losses) == 2 * (name == "shards")
+    for loss in losses:
+        assert loss == pytest.approx(in_one_process(stages, *batch(M, seed=9), loss_fn, M), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fused", "split"])
+def test_tensor_parallel_layers_train_as_one_process(found: list[dict], kind: str) -> None:
+    compare([rank[f"shared, {kind}"] for rank in found], tensor_parallel_stages(), M)
 
 
 def test_only_modules_under_fsdp_have_shards() -> None:

@@ -1,10 +1,10 @@
-"""Training under a plan is training in one process: parameters after steps of AdamW with clipping."""
+"""A step under a plan is that of one process, and so is training: parameters after steps of AdamW with clipping."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests import trained
+from tests import steps, trained
 from tests.odd_models import ODD
 from tests.pipelines import in_processes
 
@@ -17,10 +17,12 @@ def test_training_on_one_rank(name: str) -> None:
 
 
 def on_ranks(rank: int, count: int) -> None:
+    steps.check_on_ranks(rank, count)
     for seed, name in enumerate(ODD):
-        trained.check(name, count, rank, 3, seed)
+        # Some models with a single microbatch.
+        trained.check(name, count, rank, 1 if count == 4 and seed % 2 else 3, seed)
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_training_on_several_ranks(count: int) -> None:
+def test_steps_and_training_on_several_ranks(count: int) -> None:
     in_processes(count, on_ranks)

@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "train": {"steps": STEPS, "seed": 3},
 }
 PIPELINES = {
+    "alone": {"devices": 1, "partition": [4]},
     "line": {"devices": 2, "partition": [2, 2]},
     "v": {"devices": 2, "stages_per_device": 2, "placement": "v", "partition": [1, 1, 1, 1]},
 }
@@ -122,31 +123,6 @@ def test_training_is_that_of_one_process(pipeline: str, split: bool, offload: bo
     assert json.loads(json.dumps(summary.to_json()))["within_plan"] is True
 
 
-def test_several_runs_and_replicas_make_the_step_of_one_process(tmp_path: Path) -> None:
-    """Two pipelines of two ranks, each of which runs its plan twice a step: a batch four times as large. And the first
-    stage's embedding is the last stage's head."""
-    files = {"checkpoint": str(tmp_path / "weights"), "metrics": str(tmp_path / "metrics.jsonl")}
-    changes = {
-        "train": {**SETTINGS["train"], **files, "replicas": 2, "validate_every": 2},
-        "batch": {"microbatches": 2, "microbatch_size": 2, "accumulate": 2},
-        "model": {**SETTINGS["model"], "tied": True},
-    }
-    config = config_of("line", **changes)
-    heard: list[Step] = []
-    summary = train(plan_of(config), on_step=heard.append)
-    losses, norms, parameters, held_out = one_process(config)
-    assert [step.loss for step in heard] == pytest.approx(losses, rel=1e-5)
-    # The last gradient is ten times the others, and tells of every rounding before.
-    assert [step.grad_norm for step in heard] == pytest.approx(norms, rel=1e-4)
-    assert [step.validation_loss for step in heard[1::2]] == pytest.approx(held_out, rel=1e-5)
-    state, _ = checkpoint.load(tmp_path / "weights")
-    for name, value in parameters.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-    assert torch.equal(state["0.token.weight"], state["3.out.weight"])
-    assert len(summary.measured_peak_bytes) == len(heard[0].peak_bytes) == 2 and summary.within_plan
-    assert heard[0].tokens_per_s == pytest.approx(2 * 2 * 2 * 2 * 16 / heard[0].step_ms * 1e3)
-
-
 def test_a_run_above_its_plans_bytes_is_seen() -> None:
     plan = plan_of(config_of("line"), held=1000)
     summary = train(plan, steps=1)
@@ -205,7 +181,8 @@ def kill_last_rank() -> None:
 
 
 def test_only_every_nth_step_is_told_and_the_ends() -> None:
-    config = config_of("line", train={"steps": 7, "log_every": 3})
+    """And the two ranks make up one device."""
+    config = config_of("alone", train={"steps": 7, "log_every": 3, "tensor_parallel": 2})
     heard: list[int] = []
     train(plan_of(config, offload=False), on_step=lambda step: heard.append(step.step))
     assert heard == [1, 3, 6, 7]

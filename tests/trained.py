@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from optpipe import memory
 from optpipe.config import OptimizerConfig
 from optpipe.ops import Kind, Ops
 from optpipe.plan import Plan
 from runtime import batch_norm, optimizer
 from runtime.executor import Executor
-from runtime.gradients import TiedWeights
+from runtime.run import BeforeOp
 from runtime.stage import dropout_seed, seeded
 from runtime.trial import Trial
-from tests.odd_models import ODD, Odd, lengthened, loss_fn, places_on, plan_of
+from tests.odd_models import ODD, Odd, buffers, lengthened, loss_fn, places_on, plan_of
 from tests.pipelines import planned
+from tests.steps import Delays
 
 STEPS = 5
 #: A norm that clips every step, and a rate that moves every parameter.
@@ -27,21 +31,33 @@ def parameters_of(stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
     return {f"{s}.{name}": p.detach().clone() for s, stage in stages.items() for name, p in stage.named_parameters()}
 
 
-def in_one_process(odd: Odd, m: int) -> tuple[dict[str, Tensor], set[str]]:
-    """Parameters after training, and the names of those that never had a gradient."""
+class Alone(NamedTuple):
+    """Training in one process: losses; parameters and buffers after it; parameters that never had a gradient."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    unused: set[str]
+
+
+def in_one_process(odd: Odd, m: int) -> Alone:
+    """Microbatch after microbatch, plain autograd."""
     stages = dict(enumerate(odd.make()))
     adamw = optimizer.adamw(stages.values(), SETTINGS) if _trained(stages) else None
     unused = set(parameters_of(stages))
     for stage in stages.values():
         batch_norm.convert(stage)
+    losses: list[float] = []
     for step in range(STEPS):
         inputs, targets = odd.batch(m)
+        losses.append(0.0)
         for j in range(m):
             x = inputs[j]
             for s, stage in stages.items():
                 with seeded(dropout_seed(0, step, s, j), torch.device("cpu")):
                     x = stage(x)
             loss = loss_fn(x, targets[j]) / m
+            losses[-1] += float(loss.detach())
             if loss.requires_grad:
                 with batch_norm.run_again():
                     loss.backward()
@@ -50,7 +66,7 @@ def in_one_process(odd: Odd, m: int) -> tuple[dict[str, Tensor], set[str]]:
         unused -= {f"{s}.{n}" for s, stage in stages.items() for n, p in stage.named_parameters() if p.grad is not None}
         if adamw is not None:
             _apply_alone(adamw, step)
-    return parameters_of(stages), unused
+    return Alone(losses, parameters_of(stages), buffers(stages), unused)
 
 
 def _trained(stages: Mapping[int, nn.Module]) -> bool:
@@ -68,26 +84,29 @@ def _apply_alone(adamw: torch.optim.Optimizer, step: int) -> None:
     adamw.zero_grad()
 
 
-def under(
-    plan: Plan,
-    odd: Odd,
-    rank: int,
-    modules: Sequence[nn.Module] | None = None,
-    syncs: Iterable[TiedWeights] = (),
-) -> dict[str, Tensor]:
-    """Parameters of this rank's stages after training under a plan."""
-    syncs = list(syncs)
-    modules = modules or odd.make()
-    stages = {s: modules[s] for s in plan.problem.stages_of[rank]}
+def under(plan: Plan, odd: Odd, rank: int, before_op: BeforeOp | None = None) -> tuple[Alone, bool]:
+    """The same for this rank's stages under a plan, and whether the losses are known here. No step holds more than
+    planned or changes the batch, and nothing is left behind."""
+    modules, problem = odd.make(), plan.problem
+    stages = {s: modules[s] for s in problem.stages_of[rank]}
     adamw = optimizer.adamw(stages.values(), SETTINGS) if _trained(stages) else None
-    with Executor(plan, stages, odd.specs(), loss_fn, syncs=syncs) as executor:
+    peak = memory.peaks(problem, plan.ops)[rank]
+    losses = []
+    with Executor(plan, stages, odd.specs(), loss_fn, before_op=before_op) as executor:
         for step in range(STEPS):
-            executor.step(*odd.batch(plan.problem.num_microbatches), number=step)
+            inputs, targets = odd.batch(problem.num_microbatches)
+            result = executor.step(inputs, targets, number=step)
+            losses.append(result.loss or 0.0)
+            assert result.peak_bytes <= peak and result.message_peak_bytes <= executor.message_bytes
+            if not odd.changes_batch:
+                before = odd.batch(problem.num_microbatches)
+                assert all(map(torch.equal, [*inputs, *targets], [*before[0], *before[1]])), "the batch was changed"
             if adamw is None:
                 optimizer.clip([], SETTINGS.clip_norm)  # a collective of all ranks
             else:
-                optimizer.apply(adamw, SETTINGS, step, counts=lambda p: all(sync.counts(p) for sync in syncs))
-    return parameters_of(stages)
+                optimizer.apply(adamw, SETTINGS, step)
+    assert executor.ledger.activation_bytes == executor.ledger.message_bytes == executor.pool.in_use == 0
+    return Alone(losses, parameters_of(stages), buffers(stages), set()), problem.num_stages - 1 in stages
 
 
 def ordered_plan(odd: Odd, places: Sequence[int], m: int, *, split: bool) -> Plan:
@@ -103,20 +122,25 @@ def check(name: str, count: int, rank: int, m: int, seed: int) -> None:
     places = places_on(name, odd, count)
     if max(places) + 1 != count:
         return  # what stages share as one object is not for so many ranks
-    expected, unused = in_one_process(odd, m)
+    expected = in_one_process(odd, m)
     plans = {
-        "fused": (ordered_plan(odd, places, m, split=False), odd.exact),
-        "split": (ordered_plan(odd, places, m, split=True), odd.exact),
-        "random": (plan_of(odd, places, m, seed), False),
+        "fused": (ordered_plan(odd, places, m, split=False), odd.exact, None),
+        "split": (ordered_plan(odd, places, m, split=True), odd.exact, None),
+        "random": (plan_of(odd, places, m, seed), False, Delays(seed, 5e-4)),
     }
-    for kind, (plan, exact) in plans.items():
-        for key, value in under(plan, odd, rank).items():
-            if key in unused:
+    for kind, (plan, exact, delays) in plans.items():
+        found, knows_losses = under(plan, odd, rank, delays)
+        if knows_losses:
+            assert found.losses == pytest.approx(expected.losses, rel=max(1e-4, odd.tolerance)), (name, kind)
+        for key, value in found.buffers.items():
+            torch.testing.assert_close(value, expected.buffers[key], rtol=1e-4, atol=1e-5)
+        for key, value in found.parameters.items():
+            if key in expected.unused:
                 continue  # gradients of zero in place of none: only weight decay moves it
             where = f"{name}, {kind}: {key}"
             if exact:
-                assert torch.equal(value, expected[key]), where
+                assert torch.equal(value, expected.parameters[key]), where
             else:
                 # AdamW divides by the gradient's size: a last bit of a small one is worth more in a parameter.
-                most = float((value - expected[key]).abs().max())
+                most = float((value - expected.parameters[key]).abs().max())
                 assert most <= max(2e-4, odd.tolerance), f"{where} is {most} away"
