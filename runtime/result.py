@@ -30,7 +30,8 @@ class OpRecord:
         How long the op waited for transfers before ``start``: the memory rule, its reload. Of a transfer: how long its
         lane was free and waited.
     message_wait_ms
-        How long it waited for its input or gradient after that. Both are 0 on CUDA, where streams wait.
+        How long it waited for its input or gradient after that. On CUDA it is the stream that waits, once it gets
+        there; a transfer's wait is not seen, and 0.
     bytes
         That a transfer moved; 0 of compute.
     late_ms
@@ -115,31 +116,32 @@ def together(results: Sequence[StepResult]) -> StepResult:
 
 
 class Mark(NamedTuple):
-    """A compute op as the host saw it: two marks of the step's clock, CPU time and waits in ms."""
+    """A compute op as the host saw it: marks of the step's clock, and CPU time in ms.
+
+    ``begin``: its lane is at it; ``ready``: transfers need not be waited for any more; ``here``: nor does its message.
+    """
 
     item: Compute
+    begin: Any
+    ready: Any
+    here: Any
     start: Any
     end: Any
     cpu_ms: float
-    memory_wait_ms: float
-    message_wait_ms: float
 
 
 def of_compute(marks: Sequence[Mark], clock: Clock, origin: float) -> list[OpRecord]:
     """The records of compute ops; ``origin``: the start of the step, s."""
-    return [
-        OpRecord(
-            mark.item.kind,
-            mark.item.stage,
-            mark.item.microbatch,
-            (clock.seconds(mark.start) - origin) * 1e3,
-            (clock.seconds(mark.end) - origin) * 1e3,
-            mark.cpu_ms,
-            mark.memory_wait_ms,
-            mark.message_wait_ms,
+    records = []
+    for mark in marks:
+        begin, ready, here, start, end = (
+            (clock.seconds(at) - origin) * 1e3 for at in (mark.begin, mark.ready, mark.here, mark.start, mark.end)
         )
-        for mark in marks
-    ]
+        item = mark.item
+        records.append(
+            OpRecord(item.kind, item.stage, item.microbatch, start, end, mark.cpu_ms, ready - begin, here - ready)
+        )
+    return records
 
 
 def of_transfers(log: Sequence[Transfer], moves: Mapping[str, Move], origin: float) -> list[OpRecord]:

@@ -119,20 +119,20 @@ class Run:
         parts, kind = self._parts, item.kind
         parts.failure.check()
         self.doing = f"{kind.name}({item.stage},{item.microbatch})"
-        begin = time.perf_counter()
+        begin = self._clock.mark()
         for transfer in item.waits:
             self._transfers[transfer].wait()
         parts.manager.before(item)
         if kind in (Kind.B, Kind.BW) and item.gives is not None:
             parts.transport.before_giving(item.gives)
         parts.transport.post(item.post)
-        ready = time.perf_counter()
+        ready = self._clock.mark()
         parcel = None
         if item.takes is not None:
             parcel = parts.transport.take(item.takes)
             parcel.hold.as_activation()
         parts.transport.post(item.post_ahead)
-        here = time.perf_counter()
+        here = self._clock.mark()
         if parts.watch is not None:
             parts.watch.look()
         start, cpu = self._clock.mark(), time.thread_time()
@@ -140,10 +140,8 @@ class Run:
             parts.before_op(kind, item.stage, item.microbatch)
         output = self._do(item, parcel)
         del parcel
-        on_cpu = parts.device.type == "cpu"
-        waits = ((ready - begin) * 1e3, (here - ready) * 1e3) if on_cpu else (0.0, 0.0)
-        used = (time.thread_time() - cpu) * 1e3 if on_cpu else 0.0
-        self._marks.append(Mark(item, start, self._clock.mark(), used, *waits))
+        used = (time.thread_time() - cpu) * 1e3 if parts.device.type == "cpu" else 0.0
+        self._marks.append(Mark(item, begin, ready, here, start, self._clock.mark(), used))
         if parts.watch is not None:
             parts.watch.look()
         parts.manager.after(item)

@@ -54,7 +54,7 @@ def durations(
         The device of each stage.
     with_host
         To a compute op that waited for nothing belongs what the host did for it since the one before: on a CPU device
-        the host's work stands between the ops. Not on CUDA, where it is hidden, and where waits are not seen.
+        the host's work stands between the ops. Not on CUDA, where it is hidden.
     """
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for trace in traces:
@@ -83,7 +83,7 @@ def loads(traces: Iterable[Trace], stage_devices: Sequence[int]) -> list[float |
 
 def waits(traces: Sequence[Trace], devices: int, stage_devices: Sequence[int]) -> tuple[list[float], list[float]]:
     """What each device's compute stood still in a step, ms (mean): for transfers (the memory rule, reloads), and for
-    messages. Zeros on CUDA, where streams wait."""
+    messages."""
     memory, message = [0.0] * devices, [0.0] * devices
     for trace in traces:
         for op in trace.ops:

@@ -129,6 +129,8 @@ def test_memory_is_sampled_on_the_clock_of_the_ops():
     computes = [op for op in result.ops if op.kind in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C)]
     for op, following in itertools.pairwise(computes):
         assert any(op.end <= time <= following.start for time in times)
+        waited = following.memory_wait_ms + following.message_wait_ms
+        assert 0 <= waited <= following.start - op.end + 0.01
     assert max(sample.most for sample in samples) == result.peak_bytes
     assert samples[-1].held == 0
     # What torch holds is at least the activations; both go up and down together.

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from optpipe.ops import Kind
 from runtime.accounting import Ledger
 from runtime.executor import Executor
 from runtime.memory_watch import MemoryWatch
 from runtime.model import loss_fn
+from runtime.program import Compute
+from runtime.result import Mark, of_compute
 from tests.pipelines import batch, boundaries, model_problem, random_plan, stage_module
 
 
@@ -48,6 +51,18 @@ def test_levels_stand_where_the_device_was_not_where_the_host_was():
     assert [sample.time for sample in samples] == pytest.approx([1.0, 500.0, 1000.0, 9000.0])
     assert [(sample.held, sample.most) for sample in samples] == [(0, 0), (100, 100), (150, 150), (0, 150)]
     assert watch.peak == 150
+
+
+def test_waits_are_told_by_the_clock_of_the_device():
+    """The host does not wait where streams do: what lies between its marks is known when the device has passed them."""
+    clock = DeviceClock()
+    item = Compute(0, Kind.B, 1, 2, takes=None, gives=None, waits=(), post=(), post_ahead=())
+    mark = Mark(item, *(clock.mark() for _ in range(5)), cpu_ms=0.0)
+    clock.passed = dict(enumerate((7.001, 7.003, 7.006, 7.007, 7.011), 1))
+    (record,) = of_compute([mark], clock, 7.0)
+    assert (record.kind, record.stage, record.microbatch) == (Kind.B, 1, 2)
+    assert (record.start, record.end) == pytest.approx((7.0, 11.0))
+    assert (record.memory_wait_ms, record.message_wait_ms) == pytest.approx((2.0, 3.0))
 
 
 def test_a_peak_between_two_samples_is_not_missed():
