@@ -33,7 +33,8 @@ class Step:
     peak_bytes, host_peak_bytes
         Per device: activation bytes as the plan counts them, and offloaded bytes on the host.
     load
-        Wall time over CPU time of compute; above 1 the cores had other work. None on CUDA.
+        Wall time over CPU time of compute; above 1 the cores had other work. None on CUDA and of tensor parallel ranks,
+        which wait for each other meanwhile.
     validation_loss
         On held-out text, after this step; None where it was not asked for. Its time is not part of ``step_ms``.
     reliefs

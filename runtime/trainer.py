@@ -202,7 +202,8 @@ class Trainer:
             bubble_ratio=1.0 - total_busy / (len(rows) * pipeline_ms),
             peak_bytes=self._of_devices([int(row[5]) for row in rows]),
             host_peak_bytes=self._of_devices([int(row[6]) for row in rows]),
-            load=total_busy / total_cpu if total_cpu > 0 else None,
+            # Ranks that share tensors wait for each other within ops.
+            load=total_busy / total_cpu if total_cpu > 0 and self.place.tensor_parallel == 1 else None,
             reliefs=deeds if any(deeds.values()) else None,
         )
 
