@@ -29,6 +29,7 @@ MESHES: list[tuple[dict[str, Any], dict[str, int], int, int]] = [
     (LINE, {"shards": 2}, 1, 2),
     (ALONE, {"replicas": 2, "shards": 2}, 1, 1),
     (ALONE, {"shards": 2, "tensor_parallel": 2}, 2, 1),
+    (ALONE, {"replicas": 2, "tensor_parallel": 2}, 2, 1),
     (LINE, {"replicas": 2}, 1, 2),
 ]
 STEPS = len(MESHES)
@@ -45,6 +46,7 @@ def config_of(number: int, folder: Path) -> Config:
         "train": train,
         "batch": {"microbatches": microbatches, "microbatch_size": 2, "accumulate": runs},
         "model": {**SETTINGS["model"], "tied": True},
+        "optimizer": {**SETTINGS["optimizer"], "learning_rate": 0.003},
     }
     return Config.from_json({**SETTINGS, **parts}, "some.yaml")
 
