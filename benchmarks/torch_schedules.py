@@ -120,7 +120,8 @@ def table(rounds: int) -> list[list[Cell]]:
 def _row(found: dict[str, Any]) -> list[Cell]:
     tried: list[Round] = found["rounds"]
     calm = [one for one in tried if not disturbed(one)]
-    counted = calm if len(calm) > 1 else tried
+    few = len(calm) < 2  # to say anything by themselves
+    counted = tried if few else calm
     torchs, ours = ({what: _sums(counted, which, what) for what in MEASURED} for which in ("torch", "ours"))
     walls, cpus = (
         [one / other for one, other in zip(ours[what], torchs[what], strict=True)] for what in ("wall", "cpu")
@@ -129,7 +130,7 @@ def _row(found: dict[str, Any]) -> list[Cell]:
     return [
         found["size"],
         found["name"],
-        f"{len(counted)} of {len(tried)}" + ("" if calm else ", all disturbed"),
+        f"{len(counted)} of {len(tried)}" + (", disturbed" if few else ""),
         round(statistics.median(torchs["wall"]) / 2, 1),
         round(statistics.median(ours["wall"]) / 2, 1),
         f"{middle:.3f}",
