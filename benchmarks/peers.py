@@ -1,17 +1,24 @@
 """The known schedules beside the same ones of other generators, on the same times and with the same memory.
 
-    python benchmarks/peers.py [--only V-Half] [--rows]
+    python benchmarks/peers.py [--only V-Half] [--rows] [--known] [--version LABEL]
 
 ``peers/peers.csv`` holds theirs. A schedule of theirs is compared with ours of the same name, or with the one that is
 made for the same placement and memory. DualPipe is left out: it holds every stage twice.
+
+Every row is kept in ``results/peers.jsonl`` as soon as it is there: a run that was interrupted goes on where it
+stopped; ``--known`` makes the tables of what is there. Rows are measured anew when the sources that known schedules are
+made of change; ``--version any`` takes the newest of any sources.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
+import json
 import re
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +142,50 @@ def compared(row: dict[str, str]) -> Compared | None:
     return Compared(row["schedule"], own, case, float(row["makespan"]), makespan, float(row["span"]), span)
 
 
+def version() -> str:
+    """A digest of the sources of known schedules."""
+    root, content = HERE.parent, hashlib.sha256()
+    for path in (*sorted((root / "solver" / "schedules").glob("*.py")), root / "solver" / "tables.py"):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:10]
+
+
+class Kept:
+    """Compared rows in a file of JSON lines.
+
+    Parameters
+    ----------
+    path
+        The file.
+    label
+        Version under which rows are looked up and kept; None: that of the sources; ``any``: the newest of any.
+    """
+
+    def __init__(self, path: Path, label: str | None) -> None:
+        self.path, self.version = path, version() if label in (None, "any") else label
+        self.rows: dict[str, list[Any]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            entry = json.loads(line)
+            if label == "any" or entry["version"] == self.version:
+                self.rows[entry["key"]] = entry["result"]
+
+    def compared(self, row: dict[str, str], *, measure: bool) -> Compared | None:
+        """``compared``, of which what is there is not measured again; None also for what is not there and not asked
+        for."""
+        key = json.dumps(list(row.values()))
+        if key not in self.rows:
+            began = time.process_time()
+            if not measure or (found := compared(row)) is None:
+                return None
+            seconds = time.process_time() - began
+            print(f"{found.theirs}: {found.case}: {seconds:.1f} s", file=sys.stderr, flush=True)
+            self.rows[key] = [None if value == float("inf") else value for value in found]
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"key": key, "version": self.version, "result": self.rows[key]}) + "\n")
+        theirs, ours, case, *lengths = self.rows[key]
+        return Compared(theirs, ours, case, *(float("inf") if length is None else length for length in lengths))
+
+
 def summary(rows: list[Compared]) -> list[list[tables.Cell]]:
     """Per schedule of theirs: how often ours is shorter, as long, longer, does not fit; and the extremes."""
     lines: list[list[tables.Cell]] = []
@@ -164,27 +215,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="schedules of theirs whose name contains this")
     parser.add_argument("--rows", action="store_true", help="print every row where ours is longer")
+    parser.add_argument("--known", action="store_true", help="measure nothing")
+    parser.add_argument("--version", metavar="LABEL", help="of the results")
     wanted = parser.parse_args()
     with (HERE / "peers" / "peers.csv").open() as stream:
         theirs = [row for row in csv.DictReader(stream) if wanted.only in row["schedule"]]
-    rows = [found for row in theirs if (found := compared(row)) is not None]
+    kept = Kept(HERE / "results" / "peers.jsonl", wanted.version)
+    if not wanted.known:
+        for row in sorted(theirs, key=_size):
+            kept.compared(row, measure=True)
+    rows = [ours for row in theirs if (ours := kept.compared(row, measure=False)) is not None]
     header = ["theirs", "ours", "rows", "shorter", "same", "longer", "no fit", "best", "worst", "worst span"]
     lines = summary(rows)
     tables.show("Makespan of our schedules against theirs, same times and memory", header, lines)
+    longer = [row for row in rows if row.our_makespan > row.their_makespan * (1 + _SAME)]
     if wanted.rows:
-        for row in rows:
-            if row.our_makespan > row.their_makespan * (1 + _SAME):
-                print(f"{row.theirs}: {row.case}: {row.our_makespan:.3f} against {row.their_makespan:.3f} ms")
+        for entry in longer:
+            print(f"{entry.theirs}: {entry.case}: {entry.our_makespan:.3f} against {entry.their_makespan:.3f} ms")
     if not wanted.only:
-        text = (
-            "Shorter, same, longer: by makespan, in rows of `peers/peers.csv`; worst: ours / theirs - 1.\n\n"
-            "PipeOffload: in theirs a transfer takes 0.7 of its time before the first reload, while nothing comes the "
-            "other way. A problem has one time for each transfer, so ours move at the slower speed throughout; that is "
-            "where rows with slow links (offload time 0.5 and more) are longer or do not fit."
-        )
-        tables.write_markdown(
-            HERE / "results" / "peers.md", "Known schedules and their peers", [text, "", tables.markdown(header, lines)]
-        )
+        _write(rows, tables.markdown(header, lines), longer)
+
+
+def _size(row: dict[str, str]) -> int:
+    return int(row["devices"]) * int(row["microbatches"]) * int(row["chunks"])
+
+
+def _write(rows: list[Compared], table: str, longer: list[Compared]) -> None:
+    """The tables as files."""
+    text = (
+        "Shorter, same, longer: by makespan, in rows of `peers/peers.csv`; worst: ours / theirs - 1. Each row is in "
+        "`peers.csv` beside this file.\n\n"
+        "PipeOffload: in theirs a transfer takes 0.7 of its time before the first reload, while nothing comes the "
+        "other way. A problem has one time for each transfer, so ours move at the slower speed throughout."
+    )
+    parts = [text, "", table]
+    if longer:
+        cells: list[list[tables.Cell]] = [
+            [row.theirs, row.case, row.their_makespan, row.our_makespan] for row in longer
+        ]
+        parts += ["Longer:\n", tables.markdown(["theirs", "case", "ms", "ours"], cells)]
+    tables.write_markdown(HERE / "results" / "peers.md", "Known schedules and their peers", parts)
+    tables.write_csv(HERE / "results" / "peers.csv", list(Compared._fields), [list(row) for row in rows])
 
 
 if __name__ == "__main__":
