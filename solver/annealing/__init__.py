@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,10 +22,18 @@ from solver.compiled import column
 
 __all__ = ["anneal"]
 
-#: Temperatures in mean durations of an op: at the start and the end of the first round, less in each later one.
-_HOT, _COLD = 0.3, 0.005
-#: Proposals per op of the first round; each later round is twice as long.
-_FIRST_ROUND = 400
+
+class _Cooling(NamedTuple):
+    """Temperatures in mean durations of an op at the start and the end of the first round, less in each later one; and
+    proposals per op of the first round (each later one is twice as long)."""
+
+    hot: float
+    cold: float
+    proposals: int
+
+
+#: Of schedules of up to so many ops; and of larger ones, in which there is no time to come back from far off.
+_SMALL, _COOLING, _LARGE_COOLING = 3_000, _Cooling(0.3, 0.005, 400), _Cooling(0.003, 0.0003, 100)
 #: Proposals between two looks at the clock.
 _CHUNK = 2000
 
@@ -118,11 +127,12 @@ def anneal(
     walk = _Walk(graph, seed)
     limit = time.monotonic() + seconds
     mean = float(np.mean(np.asarray(graph.duration)))
+    cooling = _COOLING if len(ops) <= _SMALL else _LARGE_COOLING
     goal *= 1 + 1e-9
     told = walk.state[BEST]
     for number in range(rounds):
-        hot, cold = mean * _HOT / (1 + number % 3), mean * _COLD
-        total = _FIRST_ROUND * len(ops) * 2**number
+        hot, cold = mean * cooling.hot / (1 + number % 3), mean * cooling.cold
+        total = cooling.proposals * len(ops) * 2**number
         chunks = math.ceil(total / _CHUNK)
         ratio = (cold / hot) ** (1 / chunks)
         for chunk in range(chunks):
