@@ -1,14 +1,14 @@
 """How good the runtime is: against its plans' clock and memory, and against torch.distributed.pipelining.
 
-    python benchmarks/runtime.py                    all tables, kept in benchmarks/results/runtime.md
-    python benchmarks/runtime.py --only clock,memory
+    python benchmarks/runtime.py                          all tables, kept in benchmarks/results/runtime.md
+    python benchmarks/runtime.py --only clock,memory      some of them, in place of those kept there
 
 clock    stages that sleep in place of computing: the step over the plan's makespan, and what the ops' times predict
 torch    the same model, ranks and order of ops, in turns with torch's own schedules
 split    what it costs to take the weight gradients out of the backward
 memory   what is alive of an offloaded microbatch, and peaks of random plans
 
-Ratios come from one run each, and stand beside the load of the machine: on a busy one the clock says little.
+Each table comes from one run, and stands beside the load of the machine: on a busy one the clock says little.
 """
 
 from __future__ import annotations
@@ -142,16 +142,25 @@ def main() -> None:
     if unknown := set(wanted) - PARTS.keys():
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     begin = time.monotonic()
-    texts = [f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}.\n"]
+    texts: dict[str, str] = {}
     for name in wanted:
         before = load()
         for title, header, rows, about in PARTS[name](given.rounds):
             show(title, header, rows)
             print(f"{before} before, {load()} after\n")
-            texts.append(f"## {title}\n\n{about}\n\n{markdown(header, rows)}\n{before} before, {load()} after.\n")
+            texts[title] = f"## {title}\n\n{about}\n\n{markdown(header, rows)}\n{before} before, {load()} after.\n"
     print(f"{time.monotonic() - begin:.0f} s in all")
-    if set(wanted) == PARTS.keys():
-        write_markdown(given.output / "runtime.md", "The runtime", texts)
+    keep(given.output / "runtime.md", texts)
+
+
+def keep(path: Path, texts: dict[str, str]) -> None:
+    """Put sections into the results, in place of those with the same title; the others stay."""
+    about = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}.\n"
+    kept: dict[str, str] = {}
+    if path.exists():
+        for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+            kept[section.split("\n", 1)[0]] = f"## {section.rstrip()}\n"
+    write_markdown(path, "The runtime", [about, *(kept | texts).values()])
 
 
 if __name__ == "__main__":

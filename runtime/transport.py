@@ -275,7 +275,9 @@ class GlooTransport(RankTransport):
         event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}", wakes_last=True)
         peer, tag = self._ranks[link.receiver], self._tag(message)
         # Started by the link's thread: gloo copies into the socket at once, and what computes shall not wait for that.
-        self._waiter(link, "sending", link.receiver).put(lambda: dist.isend(tensor, peer, tag=tag), tensor, event)
+        self._waiter(link, "sending", link.receiver).put(
+            lambda: _world().send([_real(tensor)], peer, tag), tensor, event
+        )
         return event
 
     def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
@@ -287,7 +289,7 @@ class GlooTransport(RankTransport):
         assert isinstance(event, CpuEvent)
         peer = self._ranks[link.sender]
         with _lost(peer, event):
-            work = dist.irecv(buffer, peer, tag=self._tag(message))
+            work = _world().recv([_real(buffer)], peer, self._tag(message))
         self._waiter(link, "receiving", link.sender).put(lambda: work, buffer, event)
 
     def _then(self, event: Event, work: Callable[[], None]) -> None:
@@ -311,6 +313,18 @@ class GlooTransport(RankTransport):
         for waiter in self._waiters.values():
             waiter.close()
         self._waiters.clear()
+
+
+def _world() -> dist.ProcessGroup:
+    """All ranks. Asked itself it does what ``isend`` and ``irecv`` do, in a fraction of their time in Python."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: gloo knows no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _Waiter:

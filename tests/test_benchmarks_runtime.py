@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks import emulated, torch_schedules
+from benchmarks import emulated, runtime, torch_schedules
 from optpipe import memory, metrics
 from optpipe.ops import Kind
 from optpipe.semantics import device_orders
@@ -72,3 +74,14 @@ def test_stages_share_all_layers(size: torch_schedules.Size, name: str, limited:
     layers = torch_schedules._layers(size, name)
     assert sum(layers) == size.model.num_layers and min(layers) >= 1
     assert len(layers) == len(torch_schedules.SCHEDULES[name][1])
+
+
+def test_tables_that_were_measured_again_take_the_place_of_those_kept(tmp_path: Path) -> None:
+    path = tmp_path / "runtime.md"
+    runtime.keep(path, {"One": "## One\n\nfirst\n", "Two": "## Two\n\nsecond\n"})
+    runtime.keep(path, {"One": "## One\n\nagain\n"})
+    text = path.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("#")] == ["# The runtime", "## One", "## Two"]
+    assert "again" in text and "second" in text and "first" not in text
+    runtime.keep(path, {})
+    assert path.read_text(encoding="utf-8") == text
