@@ -16,6 +16,7 @@ from solver.schedules import DoesNotApply, generate
 from solver.schedules.errors import DoesNotFit
 from solver.schedules.group_block import lags, timed_block
 from solver.schedules.interleaved_zero_bubble import orders_of
+from solver.schedules.on_demand import with_transfers_on_demand
 from solver.schedules.orders import in_order
 from solver.schedules.pipe_offload import forwards_late
 from solver.schedules.weights import with_weights
@@ -119,6 +120,23 @@ def test_building_block_of_pipe_offload():
         assert all(a <= b for a, b in zip(memory.peaks(problem, late), memory.peaks(problem, ops), strict=True))
         peak[lag] = max(memory.peaks(problem, ops))
     assert peak[1] < 0.7 * peak[2]
+
+
+def test_transfers_on_demand_fit_and_move_nothing_without_need():
+    row = next(row for row in rows() if row["schedule"].startswith("PipeOffload(group_interleaved g=4, chunks=2"))
+    plenty = peers.problem_of(row, "looped").with_budgets([None] * 4)
+    orders = [[step for _, step in line] for line in timed_block(plenty, 2, 4, 1)]
+    base = in_order(plenty, with_weights(plenty, orders, [NO_LIMIT] * 4, lazy=False, most_pending=0))
+    untouched = with_transfers_on_demand(plenty, base)
+    assert untouched is not None and Kind.O not in untouched.kind
+    peak, found = max(memory.peaks(plenty, base)), 0
+    for budget, age, seed in product(range(600, peak, 600), (0.0, 1e3), (None, 1, 2)):
+        tight = plenty.with_budgets([budget] * 4)
+        ops = with_transfers_on_demand(tight, base, age, None if seed is None else random.Random(seed))
+        if ops is not None:
+            found += 1
+            assert verify(tight, ops) == []
+    assert found >= 6
 
 
 def test_pairs_of_a_peer_share_one_way_each():

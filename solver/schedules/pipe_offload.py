@@ -5,13 +5,18 @@ they are. The activations of the first chunk live longest, those of the last one
 every microbatch leaves for the host as soon after its forward as the link allows, and comes back as late before its
 backward; one that would have to turn back before it has left stays. A W follows its B at once, or lets one op pass:
 what waits for its W cannot leave. Forwards may run as late as what comes after them allows, or everything at the pace
-of the steady phase from the start: that takes less memory and gives the link more time. The shortest schedule that fits
-wins, of equal ones that which moves least.
+of the steady phase from the start: that takes less memory and gives the link more time.
+
+Links that are too slow for whole chunks may still carry what memory asks for (:mod:`solver.schedules.on_demand`), with
+the compute order of the building block, or that of an interleaved zero-bubble schedule which holds a few activations
+more than there is room for. The shortest schedule that fits wins, of equal ones that which moves least.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,15 +25,22 @@ from optpipe.ops import Kind, Op, Ops
 from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.group_block import PERIOD, lags, timed_block
-from solver.schedules.interleaved_zero_bubble import group_sizes
+from solver.schedules.interleaved_zero_bubble import group_sizes, variants
+from solver.schedules.on_demand import with_transfers_on_demand
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import looped_chunks
 from solver.schedules.timeline import Timeline, earliest_gap, latest_gap
 from solver.schedules.weights import with_weights
-from solver.tables import NO_LIMIT
+from solver.tables import NO_LIMIT, tables
 
 #: Ops placed at most, over all variants.
 _WORK = 1_500_000
+#: Activations that leave on demand: the oldest ones, those that are needed last.
+_AGES = (1e3, 0.0)
+#: Of schedules that are a little too short to fit so: random choices tried of each, and ops placed at most.
+_TRIES, _DISTURBED_WORK, _DISTURBED_AGES = 60, 250_000, (0.3, 1.0, 2.0, 4.0, 8.0)
+#: Ops placed at most for each size of memory that interleaved zero-bubble schedules are made for, and sizes tried.
+_HOLDING_WORK, _MOST_SIZES = 60_000, 8
 
 
 def pipe_offload(problem: Problem, *, objective: str = "makespan") -> Ops:
@@ -46,24 +58,51 @@ def pipe_offload(problem: Problem, *, objective: str = "makespan") -> Ops:
         raise DoesNotApply("needs several stages a device")
     if not any(problem.can_offload(s) for s in range(problem.num_stages)):
         raise DoesNotApply("needs something to offload, and a link to the host")
-    bases = list(_bases(problem, chunks))
-    lengths = [metrics.span(problem, ops) if objective == "span" else semantics.makespan(ops) for ops in bases]
-    work = _WORK
+    value = metrics.span if objective == "span" else lambda _, ops: semantics.makespan(ops)
+    bases = [(value(problem, ops), ops) for ops in (*_bases(problem, chunks), *_holding_more(problem))]
+    bases.sort(key=itemgetter(0))
     # Transfers leave the compute times as they are, so the first fit is the shortest.
-    for number in sorted(range(len(bases)), key=lengths.__getitem__):
-        for offloaded in range(chunks + 1):
-            for late in (False, True):
-                base = forwards_late(problem, bases[number]) if late else bases[number]
-                moved = range(offloaded * problem.num_devices)
-                if not _fits(problem, _with_transfers_of_no_other(problem, base, moved)):
-                    continue
-                ops = with_transfers(problem, base, moved)
-                if _fits(problem, ops):
-                    return ops
-                work -= len(ops)
+    work = _WORK
+    for place, (length, base) in enumerate(bases):
+        for found in _with_transfers(problem, base, chunks):
+            work -= len(base)
+            if found is not None:
+                return _disturbed(problem, [base for other, base in bases[:place] if other < length]) or found
         if work <= 0:
             break
     raise DoesNotFit("needs more memory even with all chunks offloaded")
+
+
+def _with_transfers(problem: Problem, base: Ops, chunks: int) -> Iterator[Ops | None]:
+    """Schedules that fit the memory; None for each that does not."""
+    for late in (False, True):
+        timed = forwards_late(problem, base) if late else base
+        for offloaded in range(chunks + 1):
+            moved = range(offloaded * problem.num_devices)
+            if not _fits(problem, _with_transfers_of_no_other(problem, timed, moved)):
+                continue
+            ops = with_transfers(problem, timed, moved)
+            yield ops if _fits(problem, ops) else None
+        for age in _AGES:
+            on_demand = with_transfers_on_demand(problem, timed, age)
+            yield on_demand if on_demand is not None and _fits(problem, on_demand) else None
+
+
+def _disturbed(problem: Problem, bases: list[Ops]) -> Ops | None:
+    """The shortest of these schedules that fits with other choices of what leaves, as far as work goes; the longest
+    are tried first."""
+    rng, found, work = random.Random(0), None, _DISTURBED_WORK
+    for base in reversed(bases):
+        timed = forwards_late(problem, base)
+        for _ in range(_TRIES):
+            if work <= 0:
+                return found
+            work -= len(base)
+            ops = with_transfers_on_demand(problem, timed, rng.choice(_DISTURBED_AGES), rng)
+            if ops is not None and _fits(problem, ops):
+                found = ops
+                break
+    return found
 
 
 def _fits(problem: Problem, ops: Ops) -> bool:
@@ -94,6 +133,17 @@ def _bases(problem: Problem, chunks: int) -> Iterator[Ops]:
                 yield in_order(problem, _backwards_as(orders, (Kind.BW,)))
             pace = {step: unit * time for row in timed for time, step in row}
             yield in_order(problem, split, pace)
+
+
+def _holding_more(problem: Problem) -> Iterator[Ops]:
+    """Interleaved zero-bubble schedules that hold more activations than there is room for."""
+    budgets = tables(problem).budget
+    if max(budgets) >= NO_LIMIT:
+        return
+    size = max(1, *(stage.activation_bytes for stage in problem.stages))
+    most = max(1, max(budgets) // size)
+    for more in range(1, most + 1, -(-most // _MOST_SIZES)):
+        yield from variants(problem, [budget + more * size for budget in budgets], _HOLDING_WORK)
 
 
 def _backwards_as(orders: Sequence[Sequence[Step]], kinds: tuple[Kind, ...]) -> list[list[Step]]:
