@@ -7,6 +7,7 @@ is done as often as the problem needs: a schedule whose middle loses nothing sta
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,31 +49,36 @@ def stretched(problem: Problem, other: Problem, ops: Ops, *, below: float, secon
     below
         Orders that take longer, ms, are passed over.
     seconds
-        Time limit of each linear program.
+        Time limit.
     """
+    end = time.monotonic() + seconds
     tab = tables(problem)
-    orders = sorted(_orders(problem, other, ops), key=lambda order: order[0])
-    orders = [order for order in orders if order[0] < below]
+    orders = [order for order in _orders(problem, other, ops, end) if order[0] < below]
+    orders.sort(key=lambda order: order[0])
     for length, order in orders[:_FITTED]:
-        if length >= below:
+        seconds = end - time.monotonic()
+        if length >= below or seconds <= 0:
             return
         found = order if not verify(problem, order) else with_fitting_shares(problem, order, seconds=seconds)
         if found is not None and not verify(problem, found):
             below = min(below, semantics.makespan(found))
             yield found
     for length, order in orders[:_REPAIRED]:
-        if length < below:
+        if length < below and time.monotonic() < end:
             yield from (ops for ops in repaired(problem, tab, order, 2) if not verify(problem, ops))
 
 
-def _orders(problem: Problem, other: Problem, ops: Ops) -> Iterator[tuple[float, Ops]]:
-    """What comes of each cut, with its makespan (ms); it may need more memory than there is."""
+def _orders(problem: Problem, other: Problem, ops: Ops, end: float) -> Iterator[tuple[float, Ops]]:
+    """What comes of each cut, with its makespan (ms), until the clock says ``end``; it may need more memory than there
+    is."""
     outline = Outline.of(other, ops)
     missing = problem.num_microbatches - other.num_microbatches
     for block in _BLOCKS:
         if block > missing or block >= other.num_microbatches:
             return
         for found in with_microbatches(outline, problem.num_microbatches, cuts=_CUTS.tolist(), block=block):
+            if time.monotonic() > end:
+                return
             try:
                 order = earliest(problem, found.ops(problem))
             except ValueError:  # the order contradicts itself
