@@ -187,6 +187,7 @@ def test_the_allocator_counts_too():
     with Executor(plan, stages, boundaries(2), loss_fn) as executor:
         free = executor.step(*batch(M))
         assert not executor.manager.watches and free.reliefs == () and free.peak_bytes > room
+    with Executor(plan, stages, boundaries(2), loss_fn) as executor:
         executor.manager._headroom = lambda: room - executor.ledger.activation_bytes
         held = executor.step(*batch(M))
     assert held.peak_bytes <= room and held.reliefs and math.isclose(held.loss, free.loss, rel_tol=1e-6)
