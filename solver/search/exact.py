@@ -18,7 +18,7 @@ def is_small(problem: Problem) -> bool:
 def solve_exactly(incumbent: Incumbent, seconds: float, *, threads: int) -> None:
     """Solve the MILP on HiGHS, or on the solver that the options name; schedules and bounds go to ``incumbent``.
 
-    What transfers move is free in it where the best schedule moves parts: no schedule of whole transfers may be better.
+    Transfers are whole in it first; where no such schedule is better, what they move is free too.
 
     Parameters
     ----------
@@ -33,20 +33,25 @@ def solve_exactly(incumbent: Incumbent, seconds: float, *, threads: int) -> None
     seconds = min(seconds, incumbent.left)
     if seconds <= 0 or incumbent.at_bound:
         return
-    ops, bound, facts = solve_milp(
-        incumbent.problem,
-        incumbent.ops,
-        objective=options.objective,
-        time_limit=seconds,
-        gap=options.gap if options.method == "milp" else 0.0,
-        threads=threads,
-        seed=options.seed,
-        lower_bound=incumbent.bound,
-        on_improvement=incumbent.taker("milp"),
-        backend=options.backend,
-        options=Options(parts=incumbent.ops is not None and bool((incumbent.ops.bytes >= 0).any())),
-    )
-    incumbent.offer(ops, "milp")
-    if bound is not None:
-        incumbent.raise_bound(bound)
-    incumbent.facts["milp"] = {"solver": options.backend, **facts}
+    end = incumbent.seconds + seconds
+    for parts in (False, True):
+        ops, bound, facts = solve_milp(
+            incumbent.problem,
+            incumbent.ops,
+            objective=options.objective,
+            time_limit=end - incumbent.seconds,
+            gap=options.gap if options.method == "milp" else 0.0,
+            threads=threads,
+            seed=options.seed,
+            lower_bound=incumbent.bound,
+            on_improvement=incumbent.taker("milp"),
+            backend=options.backend,
+            options=Options(parts=parts),
+        )
+        incumbent.offer(ops, "milp")
+        if bound is not None:
+            incumbent.raise_bound(bound)
+        incumbent.facts["milp"] = {"solver": options.backend, **facts}
+        # No schedule of whole transfers is as short as one that is known, which moves parts.
+        if facts.get("status") != "infeasible" or end <= incumbent.seconds:
+            return

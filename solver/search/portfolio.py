@@ -27,8 +27,9 @@ _ANNEALED = 5_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
-#: Windows of what comes home from a twin or sibling, if it is this close (of the best).
-_WINDOWS_HOME, _NEAR = 10, 0.02
+#: Windows in which shares are free, of a schedule that was found without; of one that comes home from a twin or sibling
+#: if it is this close (of the best).
+_WINDOWS_APART, _NEAR = 10, 0.02
 #: Largest schedule, in ops, whose shares are optimised.
 _SHARED = 10_000
 #: Of a twin's times: how far they are off at most.
@@ -114,11 +115,14 @@ def twin(problem: Problem, rng: random.Random) -> Problem:
 class Line:
     """The searches on one incumbent, and what they learn from one round to the next.
 
-    ``home`` is the incumbent of the problem itself where the line's own one is of a twin or sibling.
+    ``home`` is the incumbent of the problem itself where the line's own one is of a twin or sibling. A ``fluent`` line
+    goes on from schedules with the shares that the linear program gives; in others the transfers of a stage move alike,
+    and what other shares are worth is tried apart: each finds what the other one misses.
     """
 
     def __init__(self, incumbent: Incumbent, rng: random.Random, home: Incumbent | None = None) -> None:
         self.incumbent, self.rng, self.home = incumbent, rng, home
+        self.fluent = rng.random() < 0.5
         self.value = float("inf")  # of the best schedule, also of those that move other shares
         self.pool: list[tuple[float, int, Policy]] = []
         self.genomes: list[tuple[float, Genome]] = []
@@ -165,37 +169,54 @@ class Line:
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
-        self._reshare(incumbent, end)
-        self._windows(incumbent, _WINDOWS * 2**self.rounds, _WINDOWS_PART * (end - incumbent.seconds))
+        if self.fluent:
+            self._reshare(incumbent, end)
+        self._windows(incumbent, _WINDOWS * 2**self.rounds, end, parts=self.fluent)
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
-        self._reshare(incumbent, end)
         self.value = min(self.value, self._at_home(end))
         self.rounds += 1
 
     def _at_home(self, end: float) -> float:
-        """What the best schedule is worth for the problem itself; the best objective."""
+        """What the best schedule, with other shares, is worth for the problem itself; the best objective."""
         incumbent, home = self.incumbent, self.home
-        if home is None or incumbent.ops is None:
-            return incumbent.value
+        if incumbent.ops is None or incumbent.options.objective != "makespan":
+            return incumbent.value if home is None else float("inf")
+        own = self._own()
+        self._reshare(own, end)
+        if not self.fluent:
+            self._windows(own, _WINDOWS_APART * 2**self.rounds, end, parts=True)
+            self._reshare(own, end)
+        if home is None or own.ops is None:
+            return own.value
         if home.at_bound:
             return float("inf")
         apart = home.line(None)
-        if incumbent.problem.num_microbatches == apart.problem.num_microbatches:
-            apart.offer(earliest(apart.problem, incumbent.ops), "twin")
+        if own.problem.num_microbatches == apart.problem.num_microbatches:
+            apart.offer(earliest(apart.problem, own.ops), "twin")
         else:
-            self._stretch(apart, end)
+            self._stretch(own.ops, apart, end)
         self._reshare(apart, end)
         if apart.value <= home.value * (1 + _NEAR):
-            self._windows(apart, _WINDOWS_HOME * 2**self.rounds, _WINDOWS_PART * (end - incumbent.seconds))
+            self._windows(apart, _WINDOWS_APART * 2**self.rounds, end, parts=True)
             self._reshare(apart, end)
         return apart.value
 
-    def _stretch(self, apart: Incumbent, end: float) -> None:
-        """Offer what the best schedule, of a sibling or its twin, is worth with all microbatches."""
-        few, ops = self.incumbent.problem.num_microbatches, self.incumbent.ops
-        assert ops is not None
+    def _own(self) -> Incumbent:
+        """What may take other shares: this line's incumbent, or another one that begins with its schedule."""
+        incumbent = self.incumbent
+        if self.fluent:
+            return incumbent
+        if incumbent.parent is not None:
+            return incumbent.parent.line(incumbent.ops)
+        found = Incumbent(incumbent.problem, incumbent.options, incumbent.bound, begin=incumbent.begin, facts={})
+        found.offer(incumbent.ops, incumbent.source)
+        return found
+
+    def _stretch(self, ops: Ops, apart: Incumbent, end: float) -> None:
+        """Offer what a schedule of a sibling, or of its twin, is worth with all microbatches."""
+        few = self.incumbent.problem.num_microbatches
         problem = apart.problem.model_copy(update={"num_microbatches": few})
         small = Incumbent(problem, self.incumbent.options, 0.0, begin=self.incumbent.begin, facts={})
         small.offer(earliest(problem, ops), "sibling")
@@ -213,10 +234,13 @@ class Line:
         if best.options.objective == "makespan":
             best.offer(with_best_shares(best.problem, best.ops, seconds=left), "shares")
 
-    def _windows(self, best: Incumbent, windows: int, seconds: float) -> None:
-        """Windows, in which the shares are free too."""
-        if 3 * best.problem.num_stages * best.problem.num_microbatches <= _WINDOWED:
-            search_windows(best, self.rng, windows=windows, seconds=seconds)
+    def _windows(self, best: Incumbent, windows: int, end: float, *, parts: bool) -> None:
+        """Windows, where they are formulated fast enough and there are transfers for ``parts``."""
+        problem, left = best.problem, end - best.seconds
+        if left <= 0 or 3 * problem.num_stages * problem.num_microbatches > _WINDOWED:
+            return
+        parts &= best.ops is not None and not best.ops.is_compute.all()
+        search_windows(best, self.rng, windows=windows, seconds=_WINDOWS_PART * left, parts=parts)
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""

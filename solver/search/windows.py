@@ -23,13 +23,14 @@ from solver.milp.highs import Settings
 from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.precedence import Contradiction
 from solver.milp.table import op_table
+from solver.search.parts import as_parts, as_whole
 
 #: Nodes of one window's search tree. Effort is counted, not timed, so that the same seed gives the same schedule.
 _NODES = 20
 #: Simplex iterations in which a window is solved that may be wider, and that should have been narrower.
 _EASY, _HARD = 300, 3_000
-#: Order bits and decisions that a window may have; with more it is narrowed before it is solved.
-_MOST_BINARIES = 400
+#: Order bits and decisions that a window may have, and where what moves is free; with more it is narrowed first.
+_MOST_BINARIES, _MOST_WITH_PARTS = 400, 250
 #: Relative: what a schedule may lose by moving whole bytes.
 _ROUND = 1e-6
 #: Of the objective: what the sum of all starts in a window may weigh, so that schedules of one length differ.
@@ -51,26 +52,31 @@ class _Shape:
             self.microbatches = max(1.0, self.microbatches * factor)
 
 
-def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: float) -> None:
+def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: float, parts: bool) -> None:
     """Solve windows of the best schedule, one after the other; better ones are offered to ``best``.
 
     Parameters
     ----------
     best
-        Holds a schedule without recomputation; others are left alone.
+        Holds a schedule without recomputation; unless ``parts``, one whose transfers of one stage move the same amount.
+        Others are left alone.
     windows
         How many to solve at most.
     seconds
         Time to spend at most; also ends when ``best`` is at the bound.
+    parts
+        How much the transfers in a window move is free too.
     """
     end = best.seconds + seconds
     objective = best.options.objective
-    parts = any(best.problem.can_offload(s) for s in range(best.problem.num_stages))
     same = _ROUND if parts else SAME
     shapes = [_Shape(0.15), _Shape(0.4, devices=3), _Shape(1.0, microbatches=2)]
     if best.ops is None:
         return
-    problem, present = best.problem, best.ops
+    whole = (best.problem, best.ops) if parts else as_whole(best.problem, best.ops)
+    if whole is None:
+        return
+    problem, present = whole
     for number in range(windows):
         left = end - best.seconds
         if best.at_bound or left <= 0.05:
@@ -91,7 +97,7 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
             )
         except Contradiction:
             continue
-        if program.matrix.num_binaries > _MOST_BINARIES:
+        if program.matrix.num_binaries > (_MOST_WITH_PARTS if parts else _MOST_BINARIES):
             shape.resize(0.7)
             continue
         if program.matrix.num_binaries == 0:
@@ -107,7 +113,7 @@ def search_windows(best: Best, rng: random.Random, *, windows: int, seconds: flo
         ops = schedule(program, result.solution)
         if ops is not None and best.objective(ops) <= best.value * (1 + same):
             present = ops
-            best.offer(ops, "windows")
+            best.offer(ops if parts else as_parts(best.problem, problem, ops), "windows")
 
 
 def _window(problem: Problem, found: Incumbent, shape: _Shape, rng: random.Random) -> Bools:
