@@ -59,7 +59,8 @@ def against_torch(rounds: int) -> Iterator[Part]:
         torch_schedules.HEADER,
         rows,
         f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each, which ran "
-        f"{_where(first)}; both sides in the same processes, with the allocator as the executor sets it up. A "
+        f"{_where(first)}. Each side has processes of its own, as it comes, and waits while the other one runs; with "
+        "`one allocator` both are in the same processes, where torch too has malloc as the executor sets it up. A "
         "round is two steps of either, in the order A B B A, with torch first every second time; all ranks begin "
         f"a step together, without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. Nor do "
         "rounds in which, on either side, a rank's thread was ready and something else ran for more than "

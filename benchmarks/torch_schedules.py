@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
@@ -84,12 +86,16 @@ SCHEDULES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "ZB-H1 (CSV)": ((2, 2), (0, 1)),
     "ZBV": ((1, 1, 1, 1), (0, 1, 1, 0)),
 }
-#: What is run: size, schedule, and whether devices have a budget, far above what they need: then the executor counts
-#: every byte that autograd saves, and can move it, which torch's runtime cannot.
+#: What is run: size, schedule, and what is special about it. ``apart``: each side in processes of its own, as each
+#: comes; otherwise both in the same ones, with the allocator as the executor sets it up for torch too. ``budgets``:
+#: devices have a budget, far above what they need: then the executor counts every byte that autograd saves, and can
+#: move it, which torch's runtime cannot.
+APART, TOGETHER, BUDGETS = "", "one allocator", "one allocator, budgets"
 CASES = (
-    *((size, name, False) for size in SIZES for name in SCHEDULES),
-    (STANDARD, "1F1B", True),
-    (STANDARD, "ZBV", True),
+    *((size, name, APART) for size in SIZES for name in SCHEDULES),
+    *((STANDARD, name, TOGETHER) for name in SCHEDULES),
+    (STANDARD, "1F1B", BUDGETS),
+    (STANDARD, "ZBV", BUDGETS),
 )
 _KINDS = {
     _ComputationType.FORWARD: Kind.F,
@@ -109,9 +115,10 @@ SCHEDULING = Path("/proc/thread-self/schedstat")
 def table(rounds: int) -> list[list[Cell]]:
     """A row a case."""
     rows: list[list[Cell]] = []
-    for number, (size, _, _) in enumerate(CASES):
+    for number, (size, _, special) in enumerate(CASES):
         given = {"case": number, "rounds": size.rounds * rounds}
-        row = _row(launch.launch(measure_rank, given, RANKS, "cpu"))
+        processes = 2 * RANKS if special == APART else RANKS
+        row = _row(launch.launch(measure_rank, given, processes, "cpu"))
         print(*row, sep="  ", flush=True)
         rows.append(row)
     return rows
@@ -158,50 +165,69 @@ def disturbed(one: Round) -> bool:
 def measure_rank(rank: Rank, case: int, rounds: int) -> dict[str, Any]:
     """Run a case on this rank, until there are so many rounds that nothing disturbed."""
     torch.set_num_threads(1)
-    size, name, limited = CASES[case]
+    size, name, special = CASES[case]
     places = SCHEDULES[name][1]
     layers = _layers(size, name)
-    inputs, targets = _batch(size)
-    theirs, ours = _stages(size, layers, places, rank.rank), _stages(size, layers, places, rank.rank)
-    schedule, orders = _torch_schedule(name, theirs, places, rank)
-    arguments = (inputs,) if 0 in theirs else ()
-    last = {"target": targets, "losses": []} if len(places) - 1 in theirs else {}
-    plan = _plan(orders, places, limited)
-    spec = TensorSpec((size.microbatch_size, size.model.context, size.model.width))
-    parts = [list(part.chunk(MICROBATCHES)) for part in (inputs, targets)]
+    group = dist.new_group(list(range(RANKS)))
+    sides = ("torch", "ours") if special != APART else ("torch",) if rank.rank < RANKS else ("ours",)
+    stages = {side: _stages(size, layers, places, rank.rank % RANKS) for side in sides}
     found: list[Round] = []
-    # The executor sets up the process's allocator, which torch's steps have the good of as well.
-    with Executor(plan, ours, [spec] * (len(places) - 1), loss_fn) as executor:
-        steps: dict[str, tuple[dict[int, nn.Module], Step]] = {
-            "torch": (theirs, lambda: schedule.step(*arguments, return_outputs=False, **last)),
-            "ours": (ours, lambda: executor.step(*parts) and None),
-        }
+    with contextlib.ExitStack() as stack:
+        steps: dict[str, Step] = {}
+        rows: list[str] = []
+        if "torch" in sides:
+            schedule = _torch_schedule(name, stages["torch"], places, rank, group)
+            steps["torch"] = _torch_step(schedule, size, stages["torch"], len(places))
+            rows = _rows(name, schedule)
+        plan = _plan(_actions(gather.objects(rows)[0]), places, special == BUDGETS)
+        if "ours" in sides:
+            # The executor sets up the process's allocator, which torch's steps here have the good of as well.
+            ours = [r + RANKS * (special == APART) for r in range(RANKS)]
+            spec = TensorSpec((size.microbatch_size, size.model.context, size.model.width))
+            executor = Executor(plan, stages["ours"], [spec] * (len(places) - 1), loss_fn, ranks=ours)
+            steps["ours"] = _our_step(stack.enter_context(executor), size)
         for number in range(-WARM_UP, TRIES * rounds):
             # A B B A, and the next time B A A B.
             first, second = ("torch", "ours") if number % 2 else ("ours", "torch")
             one: Round = {"torch": [], "ours": []}
             for which in (first, second, second, first):
-                one[which].append(_timed(*steps[which]))
+                one[which].append(_timed(stages.get(which), steps.get(which)))
             if number >= 0:
                 found.append(one)
             if sum(not disturbed(one) for one in found) == rounds:
                 break
     return {
         "size": str(size),
-        "name": f"{name}, budgets" if limited else name,
+        "name": f"{name}, {special}" if special else name,
         "rounds": found,
-        "difference": _difference(theirs, ours),
+        "difference": _difference(stages, rank),
     }
 
 
-def _timed(stages: dict[int, nn.Module], step: Step) -> dict[str, float]:
-    """What ``MEASURED`` names, of a step on all ranks."""
-    for stage in stages.values():
+def _torch_step(schedule: Any, size: Size, stages: dict[int, nn.Module], count: int) -> Step:
+    """A step under torch's runtime."""
+    inputs, targets = _batch(size)
+    arguments = (inputs,) if 0 in stages else ()
+    last = {"target": targets, "losses": []} if count - 1 in stages else {}
+    return lambda: schedule.step(*arguments, return_outputs=False, **last)
+
+
+def _our_step(executor: Executor, size: Size) -> Step:
+    """A step under the executor."""
+    parts = [list(part.chunk(MICROBATCHES)) for part in _batch(size)]
+    return lambda: executor.step(*parts) and None
+
+
+def _timed(stages: dict[int, nn.Module] | None, step: Step | None) -> dict[str, float]:
+    """What ``MEASURED`` names, of a step on all ranks that take part; the others wait."""
+    for stage in (stages or {}).values():
         stage.zero_grad()
     gather.barrier()
     begin = _now()
-    step()
-    rows = gather.numbers([end - start for end, start in zip(_now(), begin, strict=True)])
+    if step is not None:
+        step()
+    took = [end - start for end, start in zip(_now(), begin, strict=True)]
+    rows = [row[1:] for row in gather.numbers([float(step is not None), *took]) if row[0]]
     walls, cpus, faults, held_up = zip(*rows, strict=True)
     return {
         "wall": max(walls),
@@ -226,13 +252,22 @@ def _layers(size: Size, name: str) -> list[int]:
     return counts
 
 
-def _difference(theirs: dict[int, nn.Module], ours: dict[int, nn.Module]) -> float:
+def _difference(stages: dict[str, dict[int, nn.Module]], rank: Rank) -> float:
     """The largest difference of a gradient, over all ranks."""
     most = 0.0
-    for number, stage in theirs.items():
-        for one, other in zip(stage.parameters(), ours[number].parameters(), strict=True):
-            assert one.grad is not None and other.grad is not None
-            most = max(most, float((one.grad - other.grad).abs().max()))
+    for number, stage in next(iter(stages.values())).items():
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            if len(stages) == 2:
+                other = stages["ours"][number].get_parameter(name).grad
+                assert other is not None
+            elif "torch" in stages:
+                dist.send(parameter.grad.contiguous(), rank.rank + RANKS)
+                continue
+            else:
+                other = torch.empty_like(parameter.grad)
+                dist.recv(other, rank.rank - RANKS)
+            most = max(most, float((parameter.grad - other).abs().max()))
     return max(row[0] for row in gather.numbers([most]))
 
 
@@ -254,22 +289,28 @@ def _stages(size: Size, layers: Sequence[int], places: Sequence[int], rank: int)
 
 
 def _torch_schedule(
-    name: str, stages: dict[int, nn.Module], places: Sequence[int], rank: Rank
-) -> tuple[Any, list[list[_Action]]]:
-    """torch's schedule, and the order of its compute ops on each rank."""
-    parts = [pipelining.PipelineStage(module, s, len(places), rank.device) for s, module in stages.items()]
+    name: str, stages: dict[int, nn.Module], places: Sequence[int], rank: Rank, group: dist.ProcessGroup
+) -> Any:
+    """torch's schedule."""
+    parts = [pipelining.PipelineStage(module, s, len(places), rank.device, group=group) for s, module in stages.items()]
     if name == "1F1B":
-        return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss_fn), _actions(ONE_F_ONE_B)
+        return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss_fn)
     if name == "ZBV":
-        schedule = pipelining.ScheduleZBVZeroBubble(parts, MICROBATCHES, loss_fn=loss_fn)
-        orders = [[a for a in schedule.pipeline_order[r] if a is not None] for r in range(RANKS)]
-        return schedule, orders
+        return pipelining.ScheduleZBVZeroBubble(parts, MICROBATCHES, loss_fn=loss_fn)
     runtime = _PipelineScheduleRuntime(parts, MICROBATCHES, loss_fn=loss_fn)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text("\n".join(ZB_H1) + "\n")
         runtime._load_csv(str(path))
-    return runtime, _actions(ZB_H1)
+    return runtime
+
+
+def _rows(name: str, schedule: Any) -> list[str]:
+    """The order of torch's compute ops, a row of cells a rank."""
+    if name != "ZBV":
+        return list(ONE_F_ONE_B if name == "1F1B" else ZB_H1)
+    orders = [schedule.pipeline_order[r] for r in range(RANKS)]
+    return [",".join(str(action) for action in order if action is not None) for order in orders]
 
 
 def _actions(rows: Sequence[str]) -> list[list[_Action]]:

@@ -69,8 +69,8 @@ def test_a_row_counts_rounds_that_nothing_disturbed() -> None:
     assert row["torch ms"] == row["ours ms"] == 16.5 and row["faults, ours"] == 2
 
 
-@pytest.mark.parametrize(("size", "name", "limited"), torch_schedules.CASES)
-def test_stages_share_all_layers(size: torch_schedules.Size, name: str, limited: bool) -> None:
+@pytest.mark.parametrize(("size", "name", "special"), torch_schedules.CASES)
+def test_stages_share_all_layers(size: torch_schedules.Size, name: str, special: str) -> None:
     layers = torch_schedules._layers(size, name)
     assert sum(layers) == size.model.num_layers and min(layers) >= 1
     assert len(layers) == len(torch_schedules.SCHEDULES[name][1])
