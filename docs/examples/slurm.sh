@@ -16,7 +16,7 @@ set -euo pipefail
 
 config=${1:?a config file is needed: sbatch $0 config.yaml}
 gpus=${SLURM_GPUS_ON_NODE:-8}
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # One rendezvous a call: a port of this job, and the name of what runs.
 on_all_ranks() {

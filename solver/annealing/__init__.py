@@ -32,8 +32,9 @@ class _Cooling(NamedTuple):
     proposals: int
 
 
-#: Of schedules of up to so many ops; and of larger ones, in which there is no time to come back from far off.
-_SMALL, _COOLING, _LARGE_COOLING = 3_000, _Cooling(0.3, 0.005, 400), _Cooling(0.003, 0.0003, 100)
+#: Ops of the largest schedule in which there is time to come back from far off; how its later rounds cool down; and how
+#: a first round does, and every one of larger schedules.
+_SMALL, _HOT, _COLD = 3_000, _Cooling(0.3, 0.005, 200), _Cooling(0.003, 0.0003, 100)
 #: Proposals between two looks at the clock.
 _CHUNK = 2000
 
@@ -127,10 +128,11 @@ def anneal(
     walk = _Walk(graph, seed)
     limit = time.monotonic() + seconds
     mean = float(np.mean(np.asarray(graph.duration)))
-    cooling = _COOLING if len(ops) <= _SMALL else _LARGE_COOLING
     goal *= 1 + 1e-9
     told = walk.state[BEST]
     for number in range(rounds):
+        # What is near is looked at first.
+        cooling = _HOT if number and len(ops) <= _SMALL else _COLD
         hot, cold = mean * cooling.hot / (1 + number % 3), mean * cooling.cold
         total = cooling.proposals * len(ops) * 2**number
         chunks = math.ceil(total / _CHUNK)

@@ -165,7 +165,7 @@ class Line:
                 seconds=0.5 * (end - incumbent.seconds),
                 goal=incumbent.bound,
                 seed=rng.getrandbits(32),
-                rounds=2 + self.rounds,
+                rounds=3 + self.rounds,
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
