@@ -205,8 +205,8 @@ class RankTransport(LocalTransport):
     def _buffer(self, message: Message, output: Parcel) -> Parcel:
         """The place of an output that was sent, for its gradient: the same memory where no one else holds it."""
         storage, spec = output.tensor.untyped_storage(), self._spec(message)
-        alone = self._ledger.holders(storage) == 1 and storage.nbytes() == spec.nbytes
-        if alone and output.tensor.is_contiguous():
+        fits = storage.nbytes() == spec.nbytes and output.tensor.is_contiguous()
+        if fits and self._ledger.holders(storage) == 1 and not _shared(storage):
             return output
         output.hold.release()
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
@@ -320,6 +320,13 @@ def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _shared(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage has tensors besides the one that was sent: what autograd saved without telling the ledger, or
+    what a module kept for itself."""
+    # One owner is that tensor, and one the Python object.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
 def _real(tensor: Tensor) -> Tensor:

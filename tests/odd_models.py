@@ -266,6 +266,9 @@ ODD: dict[str, Odd] = {
     "vmap": Odd(vmapped, exact=False),
     "recurrent": Odd(recurrent),
     "masks": Odd(masks),
+    "outputs that are saved": Odd(
+        lambda: [nn.Sequential(line(), function) for function in (nn.Tanh(), nn.Sigmoid(), nn.ReLU())]
+    ),
 }
 
 
@@ -326,8 +329,8 @@ def buffers(stages: dict[int, nn.Module]) -> dict[str, Tensor]:
     return {f"{s}.{name}": value.clone() for s, module in stages.items() for name, value in module.named_buffers()}
 
 
-def plan_of(odd: Odd, places: Sequence[int], m: int, seed: int) -> Plan:
-    """A random plan whose bytes are measured."""
+def plan_of(odd: Odd, places: Sequence[int], m: int, seed: int, *, limited: bool = True) -> Plan:
+    """A random plan whose bytes are measured; ``limited``: its devices have budgets."""
     modules, specs = odd.make(), odd.specs()
     inputs, targets = odd.batch(1)
     sizes = []
@@ -335,12 +338,19 @@ def plan_of(odd: Odd, places: Sequence[int], m: int, seed: int) -> Plan:
         spec = specs[s - 1] if s else None
         x = inputs[0] if spec is None else torch.ones(spec.shape, dtype=spec.dtype)
         sizes.append(measure_bytes(module, s, len(modules), x, targets[0] if s == len(modules) - 1 else None, loss_fn))
-    return random_plan(problem_with(sizes, places, m), seed, offload=0.5)
+    plan = random_plan(problem_with(sizes, places, m), seed, offload=0.5)
+    return plan if limited else without_budgets(plan)
+
+
+def without_budgets(plan: Plan) -> Plan:
+    """The same: after the first step what does not move is left to autograd."""
+    devices = [{"memory_bytes": None}] * plan.problem.num_devices
+    return Plan(plan.problem.changed(devices=devices), plan.ops)
 
 
 def check(name: str, places: Sequence[int], rank: int, m: int, seed: int) -> None:
     odd = ODD[name]
-    plan = plan_of(odd, places, m, seed)
+    plan = plan_of(odd, places, m, seed, limited=seed % 2 == 0)
     losses, grads, state = plain(odd, m)
     modules = odd.make()
     stages = {s: modules[s] for s in plan.problem.stages_of[rank]}
