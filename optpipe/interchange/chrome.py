@@ -8,6 +8,8 @@ What readers of the format ask for beyond its description, and the tests check:
 
 - numbers of processes and threads are above 0 (0 is the idle process), and none is used twice;
 - slices of a thread do not overlap, not by a nanosecond: Perfetto drops a slice that does;
+- slices have a length: Perfetto puts one without inside the slice that begins there, and gives it that one's arrows;
+- nothing begins before 0: Perfetto drops what does;
 - an arrow has a number for an id, and its ends lie inside the slices: at the border of two slices readers differ about
   which one it belongs to.
 """
@@ -33,6 +35,8 @@ _COMPUTE, _OUT, _BACK, _WAITS = 1, 2, 3, 4
 _THREADS = {_COMPUTE: "compute", _OUT: "offload (d2h)", _BACK: "reload (h2d)", _WAITS: "waits"}
 #: Between the numbers of two processes; a process's threads are the numbers that follow its own.
 _PLACES = 10
+#: ns. Nobody sees it, and yet a slice as short has an inside, where its arrows can end.
+_SHORTEST_OP = 2
 #: ns. To look whether something is there takes as long, and chrome://tracing cannot show it.
 _SHORTEST_WAIT = 1000
 #: A colour for each kind among those that chrome://tracing has; Perfetto makes its own of the names.
@@ -104,7 +108,10 @@ def _ops(track: _Track, ops: Ops) -> Iterator[Event]:
     """A slice an op, and an arrow for each message between devices."""
     device = semantics.device_of(track.problem, ops).tolist()
     threads = [_thread(kind) for kind in ops.kind.tolist()]
-    spans = _spans(track, ops, list(zip(device, threads, strict=True)))
+    edges = semantics.dependencies(track.problem, ops)
+    pairs = zip(edges.before.tolist(), edges.after.tolist(), strict=True)
+    messages = [(before, after) for before, after in pairs if device[before] != device[after]]
+    spans = _spans(track, ops, list(zip(device, threads, strict=True)), messages)
     where = [{"pid": track.process(d), "tid": track.process(d) + t} for d, t in zip(device, threads, strict=True)]
     for op, place, (start, end) in zip(ops, where, spans, strict=True):
         yield {
@@ -117,10 +124,7 @@ def _ops(track: _Track, ops: Ops) -> Iterator[Event]:
             "dur": _us(end - start),
             "args": {"stage": op.stage, "microbatch": op.microbatch},
         }
-    edges = semantics.dependencies(track.problem, ops)
-    for before, after in zip(edges.before.tolist(), edges.after.tolist(), strict=True):
-        if device[before] == device[after]:
-            continue
+    for before, after in messages:
         arrow = {"id": next(track.arrows), "name": "message", "cat": "message"}
         sent = max(spans[before][1] - 1, spans[before][0])
         taken = max(min(spans[after][0] + 1, spans[after][1]), sent)
@@ -128,16 +132,26 @@ def _ops(track: _Track, ops: Ops) -> Iterator[Event]:
         yield {"ph": "f", "bp": "e", **arrow, **where[after], "ts": _us(taken)}
 
 
-def _spans(track: _Track, ops: Ops, lanes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Start and end of each op, ns; ops of a lane that overlap by what counts as one instant do not here."""
+def _spans(
+    track: _Track, ops: Ops, lanes: list[tuple[int, int]], messages: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Start and end of each op, ns; every op has a length.
+
+    What overlaps by no more than counts as one instant, or than the lengths given to ops without one, does not here:
+    an op begins when its lane is free and its messages are there.
+    """
     spans = [(track.ns(start), track.ns(end)) for start, end in zip(ops.start.tolist(), ops.end.tolist(), strict=True)]
-    slack = 1 + math.ceil(1e6 * semantics.tolerance(ops))
+    lengthened = sum(end - start < _SHORTEST_OP for start, end in spans)
+    slack = 1 + math.ceil(1e6 * semantics.tolerance(ops)) + _SHORTEST_OP * lengthened
+    senders: dict[int, list[int]] = {}
+    for before, after in messages:
+        senders.setdefault(after, []).append(before)
     free: dict[tuple[int, int], int] = {}
     for op in semantics.rank(ops).tolist():
         start, end = spans[op]
-        if 0 < free.get(lanes[op], start) - start <= slack:
-            start = free[lanes[op]]
-        spans[op] = start, max(start, end)
+        ready = (free.get(lanes[op], start), *(spans[sender][1] for sender in senders.get(op, ())))
+        start = max([start, *(time for time in ready if time - start <= slack)])
+        spans[op] = start, max(start + _SHORTEST_OP, end)
         free[lanes[op]] = spans[op][1]
     return spans
 
@@ -164,11 +178,12 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
     for op in np.flatnonzero(step.ops.is_compute).tolist():
         message, transfer = (round(1e6 * float(waits[op])) for waits in (step.message_wait_ms, step.memory_wait_ms))
         start = track.ns(float(step.ops.start[op]))
-        for name, begin, length in (
-            ("waits for memory or a reload", start - message - transfer, transfer),
-            ("waits for a message", start - message, message),
+        for name, begin, end in (
+            ("waits for memory or a reload", start - message - transfer, start - message),
+            ("waits for a message", start - message, start),
         ):
-            if length >= _SHORTEST_WAIT:
+            begin = max(begin, 0)
+            if end - begin >= _SHORTEST_WAIT:
                 process = track.process(int(device[op]))
                 yield {
                     "ph": "X",
@@ -177,7 +192,7 @@ def _step(track: _Track, step: StepTrace) -> Iterator[Event]:
                     "name": name,
                     "cat": "wait",
                     "ts": _us(begin),
-                    "dur": _us(length),
+                    "dur": _us(end - begin),
                     "args": {"op": step.ops[op].label},
                 }
     for number in range(track.problem.num_devices):
