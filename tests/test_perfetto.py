@@ -134,7 +134,7 @@ def test_perfetto_takes_all_that_the_files_hold(opened):
 
 @needs_perfetto
 def test_processes_are_in_order_where_perfetto_has_one(opened):
-    """Before version 53 it has none: there ``process_sort_index`` means nothing to it."""
+    """Up to version 52 it has none: ``process_sort_index`` means nothing to it."""
     for file in opened:
         order = {e["pid"]: e["args"]["sort_index"] for e in file.events if e["name"] == "process_sort_index"}
         assert all(place in (None, order[pid]) for pid, _, place in file.answers["processes"])
