@@ -48,4 +48,7 @@ def connect(
     parts = (program, owners, boundaries, device, ledger, failure)
     if device.type == "cuda":
         return NcclTransport(*parts, ranks=ranks)
-    return GlooTransport(*parts, ranks=ranks, timeout_s=timeout_s, num_microbatches=problem.num_microbatches)
+    # The memory manager, where there is a budget to keep, wants to know what is here.
+    asks = problem.devices[program.device].memory_bytes is not None
+    m = problem.num_microbatches
+    return GlooTransport(*parts, ranks=ranks, timeout_s=timeout_s, num_microbatches=m, asks=asks)

@@ -12,7 +12,7 @@ from optpipe.ops import Kind
 from runtime.split_backward import defer
 
 #: The last part of a sleep is spent awake: the system wakes no one to the microsecond.
-_AWAKE_S = 0.15e-3
+_AWAKE_S = 0.06e-3
 
 
 _began = 0.0

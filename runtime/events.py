@@ -24,17 +24,27 @@ class PeerLost(RunFailed):
 
 
 class Failure:
-    """The first thing that went wrong in this process, whichever thread it happened in."""
+    """The first thing that went wrong in this process, whichever thread it happened in.
+
+    Attributes
+    ----------
+    wake
+        Ends waits that nothing else would end; called in the thread that failed first.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: BaseException | None = None
+        self.wake: Callable[[], None] | None = None
 
     def report(self, error: BaseException, where: str = "") -> None:
         """Keep ``error`` if it is the first; ``where`` says in which op or message it happened."""
         with self._lock:
-            if self._first is None:
-                self._first = error if isinstance(error, OptPipeError) else _described(error, where)
+            if self._first is not None:
+                return
+            self._first = error if isinstance(error, OptPipeError) else _described(error, where)
+        if self.wake is not None:
+            self.wake()
 
     @property
     def first(self) -> BaseException | None:
@@ -78,7 +88,7 @@ class CpuEvent:
     failure
         Looked at while waiting: what was waited for may never come.
     label
-        What is waited for, in messages.
+        What is waited for, as messages say it.
     timeout_s
         The longest wait, for what comes from another rank.
     wakes_last
@@ -89,7 +99,7 @@ class CpuEvent:
     __slots__ = ("_callbacks", "_failure", "_gate", "_lock", "_timeout_s", "_wakes_last", "done", "label")
 
     def __init__(
-        self, failure: Failure, label: str = "", timeout_s: float = float("inf"), *, wakes_last: bool = False
+        self, failure: Failure, label: object = "", timeout_s: float = float("inf"), *, wakes_last: bool = False
     ) -> None:
         self._failure, self.label, self._timeout_s, self._wakes_last = failure, label, timeout_s, wakes_last
         # Held until the event is set. Half the way of a ``threading.Event`` from the one thread to the other.

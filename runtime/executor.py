@@ -213,17 +213,18 @@ class Executor:
         self.ledger.reset_peaks()
         self.pool.reset_peak()
         self._run = run = Run(self._parts, inputs, targets, number, first_microbatch, is_last)
+        syncing = False
         try:
             with own_random_numbers(self.device):
                 run.go()
             self._settle()
             for stage in self._stages.values():
                 stage.finish(is_last=is_last)
-            run.doing = "gradients between ranks"
+            syncing = True
             for sync in self._syncs if is_last else ():
                 sync.finish()
         except BaseException as error:
-            self.failure.report(error, run.doing)
+            self.failure.report(error, "gradients between ranks" if syncing else run.doing)
             self._transport.abort()
             if not isinstance(error, Exception):
                 raise  # Ctrl-C
@@ -282,6 +283,7 @@ class Executor:
 
     def close(self) -> None:
         """End the lanes and the threads, and wait until they have. Twice does no harm."""
+        self.failure.wake = None  # the connections live on
         self.failure.report(RunFailed("the executor is closed"))
         for lane in set(self._parts.lanes.values()):
             lane.close()

@@ -70,8 +70,6 @@ class Run:
 
     Attributes
     ----------
-    doing
-        The op that the host is at, for messages.
     losses
         Of the microbatches, on the rank that holds the last stage.
     """
@@ -88,7 +86,7 @@ class Run:
         self._parts = parts
         self._inputs, self._targets = inputs, targets
         self._number, self._first_microbatch = number, first_microbatch
-        self.doing = ""
+        self._at: Compute | Move | None = None
         self.losses: dict[int, Tensor] = {}
         self._transfers: dict[int, Event] = {}
         self._moves: dict[str, Move] = {}
@@ -100,6 +98,11 @@ class Run:
         if parts.watch is not None:
             parts.watch.begin(self._clock)
         self.origin = time.perf_counter()
+
+    @property
+    def doing(self) -> str:
+        """The op that the host is at, for messages."""
+        return "" if self._at is None else _label(self._at)
 
     def go(self) -> None:
         """Through the program, once."""
@@ -118,7 +121,7 @@ class Run:
         """Run a compute op."""
         parts, kind = self._parts, item.kind
         parts.failure.check()
-        self.doing = f"{kind.name}({item.stage},{item.microbatch})"
+        self._at = item
         begin = self._clock.mark()
         for transfer in item.waits:
             self._transfers[transfer].wait()
@@ -184,7 +187,7 @@ class Run:
         """Hand a transfer to its lane; the event of its end."""
         parts = self._parts
         stage, before_op = parts.stages[item.stage], parts.before_op
-        self.doing = label = f"{item.kind.name}({item.stage},{item.microbatch})"
+        self._at, label = item, _label(item)
         nbytes = 0
         if item.kind == Kind.O:
             if parts.manager.watches:
@@ -223,3 +226,7 @@ class Run:
         for microbatch in sorted(self.losses):
             total = total + self.losses[microbatch]
         return float(total)
+
+
+def _label(item: Compute | Move) -> str:
+    return f"{item.kind.name}({item.stage},{item.microbatch})"

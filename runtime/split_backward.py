@@ -12,8 +12,7 @@ Deferred gradients equal the plain ones bit for bit where W runs over the microb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -72,26 +71,34 @@ _store: WeightStore | None = None
 _together = False
 
 
-@contextmanager
-def together() -> Iterator[None]:
+# The two below are classes since they are entered and left for every op, and a generator takes twice the time.
+
+
+class together:  # noqa: N801 (as a function would be called)
     """Forwards inside will have a backward that is not split: their layers run as the plain ones, which is faster."""
-    global _together
-    outer, _together = _together, True
-    try:
-        yield
-    finally:
-        _together = outer
+
+    def __enter__(self) -> None:
+        global _together
+        self._outer, _together = _together, True
+
+    def __exit__(self, *_: object) -> None:
+        global _together
+        _together = self._outer
 
 
-@contextmanager
-def deferring(store: WeightStore | None) -> Iterator[None]:
+class deferring:  # noqa: N801
     """Backwards inside put their weight gradients into ``store``; None: they compute them."""
-    global _store
-    outer, _store = _store, store
-    try:
-        yield
-    finally:
-        _store = outer
+
+    def __init__(self, store: WeightStore | None) -> None:
+        self._inner = store
+
+    def __enter__(self) -> None:
+        global _store
+        self._outer, _store = _store, self._inner
+
+    def __exit__(self, *_: object) -> None:
+        global _store
+        _store = self._outer
 
 
 def defer(work: WeightWork, *tensors: Tensor) -> bool:

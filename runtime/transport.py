@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -107,8 +108,9 @@ class RankTransport(LocalTransport):
         failure: Failure,
     ) -> None:
         super().__init__()
-        self._program, self._stage_device, self._specs = program, device_of_stage, boundaries
+        self._program, self._specs = program, boundaries
         self._device, self._ledger, self._failure = device, ledger, failure
+        self._ways = {gradient: _ways(device_of_stage, gradient) for gradient in (False, True)}
         self._lock = threading.RLock()
         self._arrivals: dict[Message, Event] = {}
         # Per link of gradients to this rank: how many of them, in the sender's order, have a buffer that waits.
@@ -121,9 +123,7 @@ class RankTransport(LocalTransport):
 
     def _link(self, message: Message) -> Link | None:
         """How the message travels; None: it stays here."""
-        from_stage = message.stage + 1 if message.gradient else message.stage - 1
-        sender, receiver = self._stage_device[from_stage], self._stage_device[message.stage]
-        return None if sender == receiver else Link(sender, receiver, message.gradient)
+        return self._ways[message.gradient][message.stage]
 
     def _spec(self, message: Message) -> TensorSpec:
         return spec_of(self._specs[message.stage if message.gradient else message.stage - 1], message.microbatch)
@@ -238,24 +238,42 @@ class RankTransport(LocalTransport):
         raise NotImplementedError
 
 
+def _ways(owners: Sequence[int], gradient: bool) -> dict[int, Link | None]:
+    """By the stage that a message goes to: how it travels, None where it stays on a device."""
+    ends = [(to, to + 1 if gradient else to - 1) for to in range(len(owners))]
+    return {
+        to: None if owners[by] == owners[to] else Link(owners[by], owners[to], gradient)
+        for to, by in ends
+        if 0 <= by < len(owners)
+    }
+
+
 class GlooTransport(RankTransport):
     """On gloo: a tag a message, and threads that send and that wait for the works.
 
     gloo's works complete only for someone who waits for them, so each link has a thread that does, in the order of
-    posting. That a send waits for the one before it costs nothing: both ends go by the sender's order. ``ranks[d]`` is
-    the global rank that runs device d; ``timeout_s`` the longest wait for a message.
+    posting. That a send waits for the one before it costs nothing: both ends go by the sender's order. What computes
+    waits for its messages itself, which saves a hop from thread to thread, unless someone is to know beforehand
+    whether they are here (``asks``). ``ranks[d]`` is the global rank that runs device d; ``timeout_s`` the longest wait
+    for a message.
     """
 
-    def __init__(self, *args: Any, ranks: Sequence[int], timeout_s: float, num_microbatches: int) -> None:
+    def __init__(
+        self, *args: Any, ranks: Sequence[int], timeout_s: float, num_microbatches: int, asks: bool = True
+    ) -> None:
         super().__init__(*args)
         self._ranks, self._timeout_s, self._num_microbatches = ranks, timeout_s, num_microbatches
+        self._asks = asks
+        if not asks:
+            # A wait for a message ends only with it or with the connection: what fails in another thread breaks that.
+            self._failure.wake = self.abort
         self._waiters: dict[tuple[Link, str], _Waiter] = {}
+        here, links = self._program.device, self._program.links
+        ends = {link.receiver if link.sender == here else link.sender for link in links if here in link[:2]}
+        self._peers = sorted(ranks[end] for end in ends)
 
     def _tag(self, message: Message) -> int:
         return 2 * (message.stage * self._num_microbatches + message.microbatch) + message.gradient
-
-    def _event(self, label: str, *, wakes_last: bool = False) -> CpuEvent:
-        return CpuEvent(self._failure, label, self._timeout_s, wakes_last=wakes_last)
 
     def _waiter(self, link: Link, doing: str, peer: int) -> _Waiter:
         key = (link, doing)
@@ -266,14 +284,16 @@ class GlooTransport(RankTransport):
     def _announce(self, message: Message) -> None:
         link = self._link(message)
         assert link is not None
-        self._arrivals[message] = self._event(f"{message} from rank {self._ranks[link.sender]}")
+        label = _Label(message, "from rank", self._ranks[link.sender])
+        kind = CpuEvent if self._asks else _Receipt
+        self._arrivals[message] = kind(self._failure, label, self._timeout_s)
 
     def _send(self, message: Message, tensor: Tensor) -> CpuEvent:
         link = self._link(message)
         assert link is not None
         # Who waits for a place among the unsent messages finds the memory of this one booked out.
-        event = self._event(f"{message} to reach rank {self._ranks[link.receiver]}", wakes_last=True)
         peer, tag = self._ranks[link.receiver], self._tag(message)
+        event = CpuEvent(self._failure, _Label(message, "to reach rank", peer), self._timeout_s, wakes_last=True)
         # Started by the link's thread: gloo copies into the socket at once, and what computes shall not wait for that.
         self._waiter(link, "sending", link.receiver).put(
             lambda: _world().send([_real(tensor)], peer, tag), tensor, event
@@ -286,11 +306,16 @@ class GlooTransport(RankTransport):
         if message not in self._arrivals:
             self._announce(message)
         event = self._arrivals[message]
-        assert isinstance(event, CpuEvent)
+        assert isinstance(event, CpuEvent | _Receipt)
         peer = self._ranks[link.sender]
-        with _lost(peer, event):
+        try:
             work = _world().recv([_real(buffer)], peer, self._tag(message))
-        self._waiter(link, "receiving", link.sender).put(lambda: work, buffer, event)
+        except RuntimeError as error:
+            raise _lost(peer, event.label, error) from None
+        if isinstance(event, _Receipt):
+            event.post(work, buffer, peer)
+        else:
+            self._waiter(link, "receiving", link.sender).put(lambda: work, buffer, event)
 
     def _then(self, event: Event, work: Callable[[], None]) -> None:
         assert isinstance(event, CpuEvent)
@@ -303,7 +328,7 @@ class GlooTransport(RankTransport):
 
     def abort(self) -> None:
         # gloo's own abort wakes no one. A wait that times out does: it breaks the connections to all ranks.
-        for peer in {waiter.peer for waiter in self._waiters.values()}:
+        for peer in self._peers:
             with contextlib.suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), peer, tag=_ABORT_TAG)
                 assert work is not None
@@ -334,6 +359,61 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+class _Label(NamedTuple):
+    """What is waited for, in words once someone asks."""
+
+    message: Message
+    way: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.way} {self.rank}"
+
+
+class _Receipt:
+    """The arrival of a message as an event that no thread sets: who waits for it waits for gloo's work.
+
+    Parameters
+    ----------
+    failure, label, timeout_s
+        As of a ``CpuEvent``.
+    """
+
+    __slots__ = ("_failure", "_lock", "_posted", "_receive", "_timeout_s", "done", "label")
+
+    def __init__(self, failure: Failure, label: object, timeout_s: float) -> None:
+        self._failure, self.label, self._timeout_s = failure, label, timeout_s
+        self._lock = threading.Lock()
+        self._posted: CpuEvent | None = None  # where someone waits before there is a work
+        self._receive: tuple[Any, Tensor, int] | None = None
+        self.done = False
+
+    def post(self, work: Any, buffer: Tensor, peer: int) -> None:
+        """What there is to wait for, with the buffer, which has to live until then."""
+        with self._lock:
+            self._receive = work, buffer, peer
+            if self._posted is not None:
+                self._posted.set()
+
+    def wait(self) -> None:
+        """Wait until the message is here; by one thread, once."""
+        with self._lock:
+            if self._receive is None:
+                self._posted = CpuEvent(self._failure, self.label, self._timeout_s)
+        if self._posted is not None:
+            self._posted.wait()
+        assert self._receive is not None
+        (work, _, peer), self._receive = self._receive, None
+        begin = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            if time.perf_counter() - begin < self._timeout_s:
+                raise _lost(peer, self.label, error) from None
+            raise PeerLost(f"waited {self._timeout_s:g} s for {self.label}") from None
+        self.done = True
+
+
 class _Waiter:
     """A thread that starts the sends of one link, or waits for its receives, in order, and sets their events."""
 
@@ -356,22 +436,20 @@ class _Waiter:
         while (item := self._queue.get()) is not None:
             start, tensor, event = item
             try:
-                with _lost(self.peer, event):
+                try:
                     work = start()
                     work.wait()
+                except RuntimeError as error:
+                    raise _lost(self.peer, event.label, error) from None
                 del start, work, tensor, item  # before the callbacks: they look at who holds the memory
                 event.set()
             except BaseException as error:
-                self._failure.report(error, event.label)
+                self._failure.report(error, str(event.label))
                 return
             del event
 
 
-@contextlib.contextmanager
-def _lost(peer: int, event: CpuEvent) -> Iterator[None]:
-    """gloo raises only where a connection is broken."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).split("] ", 1)[-1].split(". ")[0].splitlines()[0]
-        raise PeerLost(f"lost rank {peer}, waited for {event.label}: {reason}") from None
+def _lost(peer: int, label: object, error: RuntimeError) -> PeerLost:
+    """What an error of gloo's means: it raises only where a connection is broken."""
+    reason = str(error).split("] ", 1)[-1].split(". ")[0].splitlines()[0]
+    return PeerLost(f"lost rank {peer}, waited for {label}: {reason}")
