@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -39,6 +40,7 @@ _DEAD = 600.0
 _SOURCES = ("compiled.py", "list_scheduler", "annealing")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Record = TypeVar("Record")
 
 
 def possible() -> bool:
@@ -81,6 +83,24 @@ def column(values: Sequence[Any] | np.ndarray[Any, Any], kind: type[int] | type[
     """Numbers as the compiled functions like them: a list, or an array of int64 or float64."""
     array = np.array(values, np.int64 if kind is int else np.float64)
     return array if COMPILED else array.tolist()
+
+
+def records(kind: type[Record], count: int, columns: dict[str, Any]) -> Sequence[Record]:
+    """Records of a dataclass of ints and floats, from columns (lists or arrays); fields without a column are 0.
+
+    Compiled functions take them as an array of records, which costs nothing to pass around and has all about one thing
+    in one place in memory; in plain Python they are small objects.
+    """
+    layout = [(f.name, np.int64 if f.type == "int" else np.float64) for f in fields(kind)]
+    if COMPILED:
+        array: Any = np.zeros(count, np.dtype(layout))
+        for name, values in columns.items():
+            array[name] = values
+        rows: Sequence[Record] = array
+        return rows
+    zero = [0] * count
+    lists = (columns.get(name, zero) for name, _ in layout)
+    return [kind(*row) for row in zip(*(x.tolist() if hasattr(x, "tolist") else x for x in lists), strict=True)]
 
 
 def compile_beside() -> None:

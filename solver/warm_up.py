@@ -24,6 +24,7 @@ def main() -> None:
 def _use_everything() -> None:
     from optpipe.problem import Problem
     from solver.annealing import anneal
+    from solver.annealing.sequences import anneal_sequences
     from solver.list_scheduler import backward_first, list_schedule
     from solver.schedules import generate
     from solver.tables import paths, tables
@@ -42,6 +43,7 @@ def _use_everything() -> None:
     )
     tab = tables(problem)
     list_schedule(problem, backward_first(tab, paths(tab), 5.0))
+    anneal_sequences(problem, generate("gpipe", problem, "makespan"), seconds=1.0)
     anneal(problem, generate("gpipe", problem, "makespan"), seconds=1.0, rounds=1)
 
 

@@ -20,7 +20,7 @@ _SMALL = 1e-9
 
 
 @compiled
-def _random(state: Any) -> float:
+def random_number(state: Any) -> float:
     """A number in [0, 1): the same sequence with and without numba."""
     state[RANDOM] = (state[RANDOM] * 1664525.0 + 1013904223.0) % 4294967296.0
     # The low bits of such a generator are poor; a second step mixes them.
@@ -304,14 +304,14 @@ def anneal_some(
     for k in range(proposals):
         if state[BEST] <= goal:
             return
-        u = int(_random(state) * n)
-        if count > 0 and _random(state) < 0.9:
-            u = critical[int(_random(state) * count)]
+        u = int(random_number(state) * n)
+        if count > 0 and random_number(state) < 0.9:
+            u = critical[int(random_number(state) * count)]
         d = device[u]
         first, end = order_first[d], order_first[d + 1]
         source = place[u]
-        far = 1 + int(-2.5 * math.log(1.0 - _random(state)))
-        choice = _random(state)
+        far = 1 + int(-2.5 * math.log(1.0 - random_number(state)))
+        choice = random_number(state)
         if choice < 0.5:
             target = max(first, source - far)
         elif choice < 0.85:
@@ -321,7 +321,7 @@ def anneal_some(
             target = min(end - 1, source + far)
         else:
             target = min(end - 1, source + far)
-        limit = state[PRESENT] - hot * math.exp(cooling * k) * math.log(1.0 - _random(state))
+        limit = state[PRESENT] - hot * math.exp(cooling * k) * math.log(1.0 - random_number(state))
         if source == target or not _allowed(sequence, before_first, before, order, source, target):
             continue
         expected = _estimate(

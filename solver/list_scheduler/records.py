@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from solver.compiled import COMPILED
+from solver.compiled import COMPILED, records
 from solver.list_scheduler.rule import Rule
 from solver.tables import Tables
 
@@ -201,7 +201,7 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
     """Nothing has started; the inputs of stage 0 are there."""
     n = tab.S * tab.m
     never = [-1.0] * n
-    cells = _rows(
+    cells = records(
         Cell,
         n,
         {
@@ -215,7 +215,7 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
         },
     )
     stage_fields = {f.name for f in fields(StageRow)}
-    stages = _rows(
+    stages = records(
         StageRow,
         tab.S,
         {name: getattr(tab, name) for name in Tables._fields if name in stage_fields}
@@ -224,7 +224,7 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
     lists, devices = _devices(tab)
     frame = {name: [getattr(rule, name)] for name in ("reserve_all", "patience", "share_idle", "reload_lead")}
     frame |= {name: [getattr(rule, name)] for name in ("reload_first", "newest_first", "alternation", "evict")}
-    frames = _rows(Frame, 1, frame | {"S": [tab.S], "m": [tab.m], "n": [n], "eps": [eps]})
+    frames = records(Frame, 1, frame | {"S": [tab.S], "m": [tab.m], "n": [n], "eps": [eps]})
     if COMPILED:
         return Run(frames, cells, stages, devices, np.array(lists, np.int64), np.zeros(tab.C))
     return Run(frames, cells, stages, devices, lists, [0.0] * tab.C)
@@ -272,27 +272,4 @@ def _devices(tab: Tables) -> tuple[list[int], Sequence[DeviceRow]]:
         "budget": tab.budget,
         "backward_last": [1] * tab.D,
     }
-    return [*tab.stage_list, *tab.lane_list, *tab.peer_list], _rows(DeviceRow, tab.D, columns)
-
-
-Record = TypeVar("Record", Cell, StageRow, DeviceRow, Frame)
-
-
-def _rows(kind: type[Record], count: int, columns: dict[str, Any]) -> Sequence[Record]:
-    """Records from columns (lists or arrays); fields without a column are 0."""
-    if COMPILED:
-        array: Any = np.zeros(count, _LAYOUTS[kind.__name__])
-        for name, values in columns.items():
-            array[name] = values
-        rows: Sequence[Record] = array
-        return rows
-    zero = [0] * count
-    lists = (columns.get(f.name, zero) for f in fields(kind))
-    return [kind(*row) for row in zip(*(x.tolist() if hasattr(x, "tolist") else x for x in lists), strict=True)]
-
-
-#: Per record, how it lies in memory.
-_LAYOUTS = {
-    kind.__name__: np.dtype([(f.name, np.int64 if f.type == "int" else np.float64) for f in fields(kind)])
-    for kind in (Cell, StageRow, DeviceRow, Frame)
-}
+    return [*tab.stage_list, *tab.lane_list, *tab.peer_list], records(DeviceRow, tab.D, columns)

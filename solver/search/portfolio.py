@@ -9,10 +9,12 @@ from optpipe.problem import Problem
 from optpipe.timing import earliest
 from solver.ada_offload import ada_offload
 from solver.annealing import anneal
+from solver.annealing.sequences import anneal_sequences
 from solver.bounds import lower_bound
 from solver.incumbent import Incumbent
 from solver.policy import Policy
 from solver.search.around import search_around
+from solver.search.parts import as_parts, as_whole
 from solver.search.rules import best_of, search_rules
 from solver.search.shares import with_best_shares
 from solver.search.siblings import sibling, stretched
@@ -169,6 +171,7 @@ class Line:
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
+        self._anneal_sequences(0.5 * (end - incumbent.seconds))
         if self.fluent:
             self._reshare(incumbent, end)
         self._windows(incumbent, _WINDOWS * 2**self.rounds, end, parts=self.fluent)
@@ -241,6 +244,28 @@ class Line:
             return
         parts &= best.ops is not None and not best.ops.is_compute.all()
         search_windows(best, self.rng, windows=windows, seconds=_WINDOWS_PART * left, parts=parts)
+
+    def _anneal_sequences(self, seconds: float) -> None:
+        """Anneal the best schedule, where something can be offloaded."""
+        best = self.incumbent
+        problem, ops = best.problem, best.ops
+        if ops is None or best.options.objective != "makespan" or best.at_bound or seconds <= 0:
+            return
+        if not any(problem.can_offload(s) for s in range(problem.num_stages)):
+            return
+        whole = (problem, ops) if self.fluent else as_whole(problem, ops)
+        if whole is None:
+            return
+        found = anneal_sequences(
+            *whole,
+            seconds=seconds,
+            goal=best.bound,
+            seed=self.rng.getrandbits(32),
+            effort=_MORE_RUNS**self.rounds,
+            parts=self.fluent,
+            on_improvement=best.taker("annealing") if self.fluent else None,
+        )
+        best.offer(found if self.fluent else as_parts(problem, whole[0], found), "annealing")
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
