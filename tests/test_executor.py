@@ -1,5 +1,6 @@
 import os
 import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from optpipe.plan import Plan
 from runtime.executor import Executor, PeerLost
 from runtime.model import loss_fn
 from runtime.stage import measure_bytes
+from tests.odd_models import without_budgets
 from tests.pipelines import (
     batch,
     boundaries,
@@ -216,9 +218,10 @@ def test_parts_that_do_not_fit_the_plan_are_refused():
     executor.close()
 
 
-def lost_peer(rank, count):
+def lost_peer(rank, count, *, limited):
     """Rank 1 first does not come, then dies; rank 0 is told so, soon."""
     plan = plan_of_orders(model_problem(2, microbatches=2), one_f_one_b(2, 2))
+    plan = plan if limited else without_budgets(plan)
     executor = Executor(plan, {rank: stage_module(rank, 2)}, boundaries(2), loss_fn, timeout_s=1.0)
     if rank == 1:
         time.sleep(3)
@@ -234,5 +237,6 @@ def lost_peer(rank, count):
     return "told"
 
 
-def test_a_peer_that_is_gone_ends_the_run():
-    assert in_processes(2, lost_peer, survivors=[0]) == ["told", None]
+@pytest.mark.parametrize("limited", [True, False], ids=["budgets", "none"])
+def test_a_peer_that_is_gone_ends_the_run(limited):
+    assert in_processes(2, partial(lost_peer, limited=limited), survivors=[0]) == ["told", None]

@@ -15,6 +15,7 @@ from optpipe.errors import RunFailed
 from optpipe.ops import Kind
 from runtime.executor import Executor, PeerLost
 from runtime.model import loss_fn
+from tests.odd_models import without_budgets
 from tests.pipelines import batch, boundaries, in_processes, model_problem, one_f_one_b, plan_of_orders, stage_module
 
 M = 6
@@ -77,8 +78,12 @@ CASES = [
 ]
 
 
-def run_case(rank, broken, how):
-    """One step that fails on rank ``broken``."""
+#: Those that happen in several ways where threads wait for messages.
+IN_THREADS = ("forward", "offload", "Ctrl-C in a lane")
+
+
+def run_case(rank, broken, how, limited):
+    """One step that fails on rank ``broken``; ``limited``: the devices have budgets, and threads wait for messages."""
     module, loss, before_op = stage_module(rank, 2), loss_fn, None
     if rank == broken:
         fails_in_loss.calls = 0
@@ -93,6 +98,7 @@ def run_case(rank, broken, how):
             "Ctrl-C in a lane": fails_at(Kind.O, KeyboardInterrupt()),
         }.get(how)
     plan = plan_of_orders(model_problem(2, microbatches=M), one_f_one_b(2, M, split=True), {(0, 1), (0, 2)})
+    plan = plan if limited else without_budgets(plan)
     executor = Executor(plan, {rank: module}, boundaries(2), loss, before_op=before_op)
     try:
         executor.step(*batch(M))
@@ -111,14 +117,15 @@ def only_these_are_left(threads, seconds=30.0):
 def every_failure(rank, count):
     store = dist.distributed_c10d._get_default_store()
     threads = set(threading.enumerate())
-    for number, (broken, how, said) in enumerate(CASES):
+    cases = [(*case, limited) for case in CASES for limited in (False, True) if not limited or case[1] in IN_THREADS]
+    for number, (broken, how, said, limited) in enumerate(cases):
         dist.destroy_process_group()
         place = dist.PrefixStore(f"case {number}", store)
         dist.init_process_group("gloo", store=place, rank=rank, world_size=count, timeout=timedelta(seconds=60))
         cause = KeyboardInterrupt if how == "Ctrl-C" else RunFailed
         error, words = (cause, said) if rank == broken else (PeerLost, "lost rank")
         with pytest.raises(error, match=words):
-            run_case(rank, broken, how)
+            run_case(rank, broken, how, limited)
         assert only_these_are_left(threads), how
     dist.destroy_process_group()
     return "told"
