@@ -26,6 +26,7 @@ from optpipe.problem import Problem
 from solver.schedules.errors import DoesNotApply, DoesNotFit
 from solver.schedules.group_block import PERIOD, lags, timed_block
 from solver.schedules.interleaved_zero_bubble import group_sizes, variants
+from solver.schedules.link_load import links_carry
 from solver.schedules.on_demand import with_transfers_on_demand
 from solver.schedules.orders import Step, in_order
 from solver.schedules.placement import looped_chunks
@@ -77,6 +78,9 @@ def _with_transfers(problem: Problem, base: Ops, chunks: int) -> Iterator[Ops | 
     """Schedules that fit the memory; None for each that does not."""
     for late in (False, True):
         timed = forwards_late(problem, base) if late else base
+        if not links_carry(problem, timed):
+            yield None
+            continue
         for offloaded in range(chunks + 1):
             moved = range(offloaded * problem.num_devices)
             if not _fits(problem, _with_transfers_of_no_other(problem, timed, moved)):
@@ -94,7 +98,7 @@ def _disturbed(problem: Problem, bases: list[Ops]) -> Ops | None:
     rng, found, work = random.Random(0), None, _DISTURBED_WORK
     for base in reversed(bases):
         timed = forwards_late(problem, base)
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if links_carry(problem, timed) else 0):
             if work <= 0:
                 return found
             work -= len(base)

@@ -5,8 +5,9 @@ ways to do so, both as if every op took one unit and every message none:
 
 - squeezed: each op as early as it can, ops that have arrived overtaking others that have not, within the memory;
 - ends: before its first B of the earlier chunk, device i of the V runs as many F's of the earlier chunk as memory
-  allows beside i + 1 of the later one, the last ones of both in turn, then in turn B's of the later chunk and F's; and
-  what is left of the B's after the last F of the later chunk leaves device 0 goes up and down the V without a gap.
+  allows beside at most i // 2 + 2 of the later one, the last ones of both in turn, then in turn B's of the later chunk
+  and F's; and what is left of the B's after the last F of the later chunk leaves device 0 goes up and down the V
+  without a gap.
 
     device 0  F F F F F . . . f B W f B W f B W . b       capitals: F and W of the earlier chunk,
     device 1  . F F F F . . f f B W f B W F B W b ..      B of the later one
@@ -73,7 +74,7 @@ class Reorder:
             first = next(k for k, op in enumerate(orders[d]) if op // m == b0)
             before = [op // m for op in orders[d][:first]]
             most = {row: before.count(row) for row in (f0, f1, b1)}
-            level = min(i + 1, self.chunks // 2, m)
+            level = min(i // 2 + 2, self.chunks // 2, m)
             ahead = [f0] * (2 * (self.D - 1 - i)) + [f0, f1] * (i + 1)
             steps: list[int] = []
             count = dict.fromkeys(most, 0)

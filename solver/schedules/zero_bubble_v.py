@@ -41,19 +41,22 @@ def zero_bubble_v(problem: Problem, *, objective: str = "makespan") -> Ops:
     found: list[tuple[float, int, Ops]] = []
     left = _WORK
     for number, (before_f, before_b) in enumerate(product((True, False), repeat=2)):
-        allowed = [-1.0] * D
-        for _ in range(2):
+        allowed, most_idle = [-1.0] * D, float("inf")
+        for _ in range(_PASSES):
             if found and left <= 0:
                 break
             left -= 3 * problem.num_stages * problem.num_microbatches
-            # The second pass lets each device idle as long as it did in the first.
             build = _Build(problem, _Variant(before_f, before_b, tuple(allowed)))
             if not build.run():
                 break
             ops = in_order(problem, build.orders())
             value = metrics.span(problem, ops) if objective == "span" else semantics.makespan(ops)
             found.append((value, number, ops))
-            allowed = build.idle
+            if build.idlest >= most_idle:
+                break
+            # The next pass lets each device idle up to what the idlest one did more than it in this one.
+            most_idle = build.idlest
+            allowed = [most_idle - idle for idle in build.idle]
     if not found:
         raise DoesNotFit("needs more memory for the fill of a V")
     best = min(found, key=lambda entry: entry[:2])[2]
@@ -111,6 +114,8 @@ def _with_other_weights(problem: Problem, ops: Ops) -> Iterator[Ops]:
 
 #: Ops placed at most, over all variants; one is built in any case.
 _WORK = 150_000
+#: Passes of a variant at most, as long as the idlest device idles less in each.
+_PASSES = 3
 
 
 @dataclass(frozen=True)
