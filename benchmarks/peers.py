@@ -3,11 +3,12 @@
     python benchmarks/peers.py [--only V-Half] [--rows] [--known] [--version LABEL]
 
 ``peers/peers.csv`` holds theirs. A schedule of theirs is compared with ours of the same name, or with the one that is
-made for the same placement and memory. DualPipe is left out: it holds every stage twice.
+made for the same placement and memory. What no plan of the same problem can be is left out, each for a reason that the
+tables name.
 
 Every row is kept in ``results/peers.jsonl`` as soon as it is there: a run that was interrupted goes on where it
-stopped; ``--known`` makes the tables of what is there. Rows are measured anew when the sources that known schedules are
-made of change; ``--version any`` takes the newest of any sources.
+stopped; ``--known`` makes the tables of what is there. A row is measured anew when the sources of our schedule change;
+``--version any`` takes the newest of any sources.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import json
 import re
 import sys
 import time
+from collections import Counter
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +32,7 @@ from benchmarks import tables
 from optpipe import metrics
 from optpipe.problem import Problem
 from optpipe.verify import verify
-from solver.schedules import DoesNotApply, generate
+from solver.schedules import SCHEDULES, DoesNotApply, generate
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,14 +56,18 @@ _OURS = (
     ("v_auto_schedule pattern search (V-Min)", ("v-min",), "v"),
     ("V-Half", ("v-half",), "v"),
     ("V-Min", ("v-min",), "v"),
-    ("DualPipeV (F&B pair", ("dualpipe-v",), "v"),
-    ("DualPipeV [seq]", ("dualpipe-v",), "v"),
+    ("DualPipeV", ("dualpipe-v",), "v"),
     ("PipeOffload", ("pipe-offload",), "looped"),
 )
+#: Why schedules of theirs are left out.
+_TWICE = "every device holds two stages, and every stage is on two devices: not a problem's placement"
+_AT_ONCE = "a forward and a backward at once take less time than one after the other: no op of a plan"
+#: What is added to the name of theirs where the first transfers are faster than the others, and where they are not.
+_FASTER, _ONE_SPEED = " with faster first transfers", " at one speed"
 #: Bytes of one microbatch's activations of a device; a multiple of the chunks.
 _ACTIVATION = 1200
 #: Relative differences below this are none.
-_SAME = 1e-6
+_SAME = 1e-9
 
 
 class Compared(NamedTuple):
@@ -114,12 +121,40 @@ def problem_of(row: dict[str, str], placement: str) -> Problem:
     )
 
 
-def compared(row: dict[str, str]) -> Compared | None:
-    """A row of theirs beside ours; None for a schedule that is left out."""
-    match = next((entry for entry in _OURS if row["schedule"].startswith(entry[0])), None)
-    if match is None:
-        return None
-    _, ours, placement = match
+def why_left_out(row: dict[str, str]) -> str | None:
+    """Why a row of theirs is not compared; None: it is."""
+    if re.match(r"DualPipe\b", row["schedule"]):
+        return _TWICE
+    work = int(row["microbatches"]) * (float(row["F"]) + float(row["B"]) + float(row["W"]))
+    if row["schedule"].startswith("DualPipeV [fused F&B=2") or float(row["span"]) < work * (1 - _SAME):
+        return _AT_ONCE
+    return None
+
+
+def at_one_speed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows that are compared; those whose first transfers are faster than the others twice: as they are, and with
+    the memory that they need where all transfers are as fast."""
+    found = []
+    for row in rows:
+        if why_left_out(row) is not None:
+            continue
+        slower = row["peak_one_speed"] or row["peak_activations"]
+        if float(slower or 0) == float(row["peak_activations"] or 0):
+            found.append(row)
+        else:
+            found.append({**row, "schedule": row["schedule"] + _FASTER})
+            found.append({**row, "schedule": row["schedule"] + _ONE_SPEED, "peak_activations": slower})
+    return found
+
+
+def ours_of(schedule: str) -> tuple[tuple[str, ...], str]:
+    """Our schedules that one of theirs is compared with, and the placement."""
+    return next((ours, placement) for name, ours, placement in _OURS if schedule.startswith(name))
+
+
+def compared(row: dict[str, str]) -> Compared:
+    """A row of theirs beside ours."""
+    ours, placement = ours_of(row["schedule"])
     problem = problem_of(row, placement)
     found: list[tuple[float, float, str]] = []
     for own in ours:
@@ -142,11 +177,17 @@ def compared(row: dict[str, str]) -> Compared | None:
     return Compared(row["schedule"], own, case, float(row["makespan"]), makespan, float(row["span"]), span)
 
 
-def version() -> str:
-    """A digest of the sources of known schedules."""
-    root, content = HERE.parent, hashlib.sha256()
-    for path in (*sorted((root / "solver" / "schedules").glob("*.py")), root / "solver" / "tables.py"):
-        content.update(path.read_bytes())
+@lru_cache
+def version(ours: tuple[str, ...]) -> str:
+    """A digest of the sources that these schedules of ours are made of."""
+    new, seen, content = {SCHEDULES[name].__module__ for name in ours}, set[str](), hashlib.sha256()
+    while new:
+        module = min(new)
+        seen.add(module)
+        path = HERE.parent.joinpath(*module.split("."))
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        content.update(text.encode())
+        new = (new | set(re.findall(r"^from (solver\.\S+) import", text, re.MULTILINE))) - seen
     return content.hexdigest()[:10]
 
 
@@ -158,39 +199,42 @@ class Kept:
     path
         The file.
     label
-        Version under which rows are looked up and kept; None: that of the sources; ``any``: the newest of any.
+        Version under which rows are looked up and kept; None: that of the sources of each; ``any``: the newest of any.
     """
 
     def __init__(self, path: Path, label: str | None) -> None:
-        self.path, self.version = path, version() if label in (None, "any") else label
-        self.rows: dict[str, list[Any]] = {}
+        self.path, self.label = path, label
+        self.rows: dict[tuple[str, str], list[Any]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             entry = json.loads(line)
-            if label == "any" or entry["version"] == self.version:
-                self.rows[entry["key"]] = entry["result"]
+            self.rows[entry["key"], "" if label == "any" else entry["version"]] = entry["result"]
 
     def compared(self, row: dict[str, str], *, measure: bool) -> Compared | None:
-        """``compared``, of which what is there is not measured again; None also for what is not there and not asked
-        for."""
+        """``compared``, of which what is there is not measured again; None for what is not there and not asked for."""
         key = json.dumps(list(row.values()))
-        if key not in self.rows:
-            began = time.process_time()
-            if not measure or (found := compared(row)) is None:
+        label = version(ours_of(row["schedule"])[0]) if self.label in (None, "any") else self.label
+        at = key, "" if self.label == "any" else label
+        if at not in self.rows:
+            if not measure:
                 return None
+            began = time.process_time()
+            found = compared(row)
             seconds = time.process_time() - began
             print(f"{found.theirs}: {found.case}: {seconds:.1f} s", file=sys.stderr, flush=True)
-            self.rows[key] = [None if value == float("inf") else value for value in found]
+            self.rows[at] = [None if value == float("inf") else value for value in found]
             with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"key": key, "version": self.version, "result": self.rows[key]}) + "\n")
-        theirs, ours, case, *lengths = self.rows[key]
+                stream.write(json.dumps({"key": key, "version": label, "result": self.rows[at]}) + "\n")
+        theirs, ours, case, *lengths = self.rows[at]
         return Compared(theirs, ours, case, *(float("inf") if length is None else length for length in lengths))
 
 
 def summary(rows: list[Compared]) -> list[list[tables.Cell]]:
     """Per schedule of theirs: how often ours is shorter, as long, longer, does not fit; and the extremes."""
+    groups: dict[str, list[Compared]] = {}
+    for row in rows:
+        groups.setdefault(_group(row), []).append(row)
     lines: list[list[tables.Cell]] = []
-    for theirs in dict.fromkeys(re.sub(r" ?\(?g=.*", "", row.theirs) for row in rows):
-        group = [row for row in rows if re.sub(r" ?\(?g=.*", "", row.theirs) == theirs]
+    for theirs, group in groups.items():
         fit = [row for row in group if row.our_makespan < float("inf")]
         ratios = [row.our_makespan / row.their_makespan - 1 for row in fit]
         spans = [row.our_span / row.their_span - 1 for row in fit]
@@ -202,6 +246,7 @@ def summary(rows: list[Compared]) -> list[list[tables.Cell]]:
                 sum(r < -_SAME for r in ratios),
                 sum(abs(r) <= _SAME for r in ratios),
                 sum(r > _SAME for r in ratios),
+                sum(r > _SAME for r in spans),
                 len(group) - len(fit),
                 tables.percent(min(ratios, default=None)),
                 tables.percent(max(ratios, default=None)),
@@ -209,6 +254,16 @@ def summary(rows: list[Compared]) -> list[list[tables.Cell]]:
             ]
         )
     return lines
+
+
+def _group(row: Compared) -> str:
+    """Their schedule, without what its rows differ in."""
+    return re.sub(r" ?\(?(group_interleaved )?g=[^)]*\)?", "", row.theirs).removesuffix(_ONE_SPEED)
+
+
+def longer(row: Compared) -> bool:
+    """Whether ours is longer than theirs, from start to end or on a device, or does not fit."""
+    return row.our_makespan > row.their_makespan * (1 + _SAME) or row.our_span > row.their_span * (1 + _SAME)
 
 
 def main() -> None:
@@ -221,41 +276,75 @@ def main() -> None:
     with (HERE / "peers" / "peers.csv").open() as stream:
         theirs = [row for row in csv.DictReader(stream) if wanted.only in row["schedule"]]
     kept = Kept(HERE / "results" / "peers.jsonl", wanted.version)
+    chosen = at_one_speed(theirs)
     if not wanted.known:
-        for row in sorted(theirs, key=_size):
+        for row in sorted(chosen, key=_size):
             kept.compared(row, measure=True)
-    rows = [ours for row in theirs if (ours := kept.compared(row, measure=False)) is not None]
-    header = ["theirs", "ours", "rows", "shorter", "same", "longer", "no fit", "best", "worst", "worst span"]
-    lines = summary(rows)
-    tables.show("Makespan of our schedules against theirs, same times and memory", header, lines)
-    longer = [row for row in rows if row.our_makespan > row.their_makespan * (1 + _SAME)]
+    rows = [ours for row in chosen if (ours := kept.compared(row, measure=False)) is not None]
+    table = summary(rows)
+    tables.show("Makespan of our schedules against theirs, same times and memory", _HEADER, table)
     if wanted.rows:
-        for entry in longer:
-            print(f"{entry.theirs}: {entry.case}: {entry.our_makespan:.3f} against {entry.their_makespan:.3f} ms")
+        for entry in filter(longer, rows):
+            print(
+                f"{entry.theirs}: {entry.case}: {entry.our_makespan:.3f} against {entry.their_makespan:.3f} ms, "
+                f"span {entry.our_span:.3f} against {entry.their_span:.3f} ms"
+            )
     if not wanted.only:
-        _write(rows, tables.markdown(header, lines), longer)
+        left_out = Counter((row["schedule"], why) for row in theirs if (why := why_left_out(row)) is not None)
+        _write(rows, tables.markdown(_HEADER, table), left_out)
+
+
+_HEADER = [
+    "theirs", "ours", "rows", "shorter", "same", "longer", "longer span", "no fit", "best", "worst", "worst span",
+]  # fmt: skip
 
 
 def _size(row: dict[str, str]) -> int:
     return int(row["devices"]) * int(row["microbatches"]) * int(row["chunks"])
 
 
-def _write(rows: list[Compared], table: str, longer: list[Compared]) -> None:
+def _write(rows: list[Compared], table: str, left_out: dict[tuple[str, str], int]) -> None:
     """The tables as files."""
     text = (
-        "Shorter, same, longer: by makespan, in rows of `peers/peers.csv`; worst: ours / theirs - 1. Each row is in "
-        "`peers.csv` beside this file.\n\n"
-        "PipeOffload: in theirs a transfer takes 0.7 of its time before the first reload, while nothing comes the "
-        "other way. A problem has one time for each transfer, so ours move at the slower speed throughout."
+        "Shorter, same, longer: by makespan, in rows of `peers/peers.csv`; longer span: of a schedule made for that; "
+        "worst: ours / theirs - 1."
     )
-    parts = [text, "", table]
-    if longer:
-        cells: list[list[tables.Cell]] = [
-            [row.theirs, row.case, row.their_makespan, row.our_makespan] for row in longer
+    cells: list[list[tables.Cell]] = [
+        [row.theirs, row.case, row.their_makespan, row.our_makespan, row.their_span, row.our_span]
+        for row in rows
+        if longer(row) and not row.theirs.endswith(_FASTER)
+    ]
+    header = ["theirs", "case", "ms", "ours", "span", "our span"]
+    parts = [text, "", table, "## Longer, or no fit", "", tables.markdown(header, cells) if cells else "None.\n"]
+    pairs: list[list[tables.Cell]] = [
+        [
+            faster.theirs.removesuffix(_FASTER),
+            faster.case,
+            faster.their_makespan,
+            faster.our_makespan,
+            peak,
+            same.our_makespan,
         ]
-        parts += ["Longer:\n", tables.markdown(["theirs", "case", "ms", "ours"], cells)]
+        for faster, same in pairwise(rows)
+        if faster.theirs.endswith(_FASTER) and same.theirs.endswith(_ONE_SPEED)
+        for peak in same.case.split()[2:3]
+    ]
+    if pairs:
+        header = ["theirs", "case", "ms", "ours", "its peak at one speed", "ours there"]
+        parts += ["## Another problem: faster first transfers", "", _WHY_FASTER, "", tables.markdown(header, pairs)]
+    if left_out:
+        cells = [[name, number, why] for (name, why), number in left_out.items()]
+        parts += ["## Left out", "", tables.markdown(["theirs", "rows", "why"], cells)]
     tables.write_markdown(HERE / "results" / "peers.md", "Known schedules and their peers", parts)
     tables.write_csv(HERE / "results" / "peers.csv", list(Compared._fields), [list(row) for row in rows])
+
+
+_WHY_FASTER = (
+    "PipeOffload's generator lets transfers take 0.7 of their time until the first reload. A problem has one time for "
+    "each transfer, and ours take it throughout. Where that generator reports a higher peak once its 0.7 is 1 (column "
+    "`peak_one_speed`), its schedule is none of the problem that ours solve: it counts above with that higher peak. "
+    "Below is what ours take in the memory that theirs needs with the faster transfers, and in that of the higher peak."
+)
 
 
 if __name__ == "__main__":
