@@ -72,9 +72,8 @@ def against_torch(rounds: int) -> Iterator[Part]:
         "much (row `torch, fused`, last column: the share of torch's time that would be left on a stage if "
         "splitting cost nothing at all). And not every stage pays: torch's first stage does its whole backward in "
         "W (its I does nothing), so that of two stages only the second is split, of the four of a V three.\n\n"
-        "With layers as narrow as 64 a step is the host's work for the most part. Where nothing is split ours has more "
-        "of it: threads that wait for messages, ops that are timed. Where something is, torch's walks over the graph "
-        "take longer.",
+        "With layers as narrow as 64 a step is the host's work for the most part: messages, ops that are timed, and "
+        "where something is split torch's walks over the graph.",
     )
 
 
