@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Cell = str | float | int | None
@@ -31,7 +32,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> N
     for number, name in enumerate(header):
         table.add_column(name, justify="left" if number == 0 else "right", no_wrap=number == 0)
     for row in rows:
-        table.add_row(*(text_of(cell) for cell in row))
+        table.add_row(*(escape(text_of(cell)) for cell in row))
     Console(width=200).print(table)
 
 
