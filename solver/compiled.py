@@ -91,7 +91,7 @@ def records(kind: type[Record], count: int, columns: dict[str, Any]) -> Sequence
     Compiled functions take them as an array of records, which costs nothing to pass around and has all about one thing
     in one place in memory; in plain Python they are small objects.
     """
-    layout = [(f.name, np.int64 if f.type == "int" else np.float64) for f in fields(kind)]
+    layout = [(f.name, np.int64 if f.type == "int" else np.float64) for f in fields(cast(Any, kind))]
     if COMPILED:
         array: Any = np.zeros(count, np.dtype(layout))
         for name, values in columns.items():

@@ -52,7 +52,7 @@ _PATIENCE = 0.15
 #: Ops of the largest schedule that is tidied up in the end, and seconds that this may take.
 _TIDIED, _TIDY_SECONDS = 10_000, 1.0
 #: The first round of search, which is made whatever gap would do, takes at most this part of the time.
-_FIRST_PART = 0.3
+_FIRST_PART = 0.5
 
 
 def methods() -> tuple[str, ...]:

@@ -84,10 +84,16 @@ def random_problem(
 
 
 def random_schedule(
-    problem: Problem, rng: random.Random, *, offload: float = 0.5, fused: float = 0.3, parts: float = 0.3
+    problem: Problem,
+    rng: random.Random,
+    *,
+    offload: float = 0.5,
+    fused: float = 0.3,
+    parts: float = 0.3,
+    recompute: float = 0.3,
 ) -> Ops:
     """A valid schedule: ops in a random order that their data allow, each as early as its lanes are free. The numbers:
-    how many stages and microbatches are offloaded, fused, and offloaded in part."""
+    how many stages and microbatches are offloaded, fused, offloaded in part, and of the rest recomputed."""
     cells = [(s, j) for s in range(problem.num_stages) for j in range(problem.num_microbatches)]
     ops: dict[tuple[Kind, int, int], list[tuple[Kind, int, int]]] = {}
     backward = {cell: Kind.BW if rng.random() < fused else Kind.B for cell in cells}
@@ -103,7 +109,7 @@ def random_schedule(
             ops[Kind.O, s, j] = [(Kind.F, s, j)]
             ops[Kind.R, s, j] = [(Kind.O, s, j)]
             needs.append((Kind.R, s, j))
-        elif problem.stages[s].checkpoint_bytes is not None and rng.random() < 0.3:
+        elif problem.stages[s].checkpoint_bytes is not None and rng.random() < recompute:
             ops[Kind.C, s, j] = [(Kind.F, s, j)]
             needs.append((Kind.C, s, j))
         ops[backward[s, j], s, j] = needs

@@ -1,4 +1,4 @@
-"""Annealing of device orders: never worse, always valid, the same with and without numba."""
+"""Annealing, of device orders and of sequences with transfers: never worse, always valid, the same without numba."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe import semantics, timing
+from optpipe.ops import Kind, Ops
+from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.annealing import anneal
+from solver.annealing.clock import INFINITE
+from solver.annealing.moves import SLOTS, value_of
+from solver.annealing.sequences import Sequences, anneal_sequences
+from solver.compiled import column
+from solver.schedules import generate
 from tests.random_schedules import fitted, random_problem, random_schedule
 
 
@@ -33,8 +40,6 @@ def test_annealed_schedules_are_valid_and_no_longer(seed: int) -> None:
 
 def test_a_bad_order_is_mended_to_the_optimum() -> None:
     """Two devices, unit times: device 0 computes 3 m and cannot be sooner than device 1, which starts 1 later."""
-    from optpipe.problem import Problem
-
     m = 4
     stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 1, "weight_context_bytes": 1}
     problem = Problem.model_validate(
@@ -63,15 +68,84 @@ def test_transfers_are_refused() -> None:
         anneal(problem, ops, seconds=1.0)
 
 
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_the_clock_of_sequences_is_no_slower_than_the_plan(seed: int) -> None:
+    """Memory is waited for as long as it has to be, which may be less than for all that was free before."""
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+    problem = fitted(problem, ops)
+    sequences = Sequences(problem, ops)
+    value = value_of(sequences.walk, INFINITE, column([0.0] * SLOTS, float))
+    if value >= INFINITE:  # what takes no time has no place of its own at its instant
+        assert min(timing.semantics.durations(problem, ops)) == 0
+        return
+    found = sequences.schedule(sequences.walk.order, sequences.moved)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) <= semantics.makespan(ops) * (1 + 1e-9)
+    assert sorted(o.label for o in found) == sorted(o.label for o in ops)
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_annealed_sequences_are_valid_and_no_longer(seed: int, parts: bool) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+    problem = fitted(problem, ops)
+    told: list[Ops] = []
+    options = {"seconds": 20.0, "seed": seed, "effort": 0.1, "parts": parts}
+    found = anneal_sequences(problem, ops, **options, on_improvement=told.append)
+    for each in (*told, found):
+        assert verify(problem, each) == []
+        assert semantics.makespan(each) <= semantics.makespan(ops) * (1 + 1e-9)
+    assert list(anneal_sequences(problem, ops, **options)) == list(found)
+
+
+def test_annealing_finds_what_to_offload() -> None:
+    """Memory for half of the microbatches in flight that keep both devices busy, and links that are fast enough."""
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 2, "weight_context_bytes": 1}
+    stage |= {"offloadable_bytes": 2, "offload_ms": 0.5, "reload_ms": 0.5}
+    lanes = [(device, direction) for device in range(4) for direction in ("d2h", "h2d")]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 8,
+            "devices": [{"memory_bytes": 4}] * 4,
+            "stages": [{"device": device, **stage} for device in range(4)],
+            "comm_ms": [0.0] * 3,
+            "channels": [{"name": f"{d}-{w}", "transfers": [{"device": d, "direction": w}]} for d, w in lanes],
+        }
+    )
+    ops = generate("zero-bubble", problem)
+    assert ops.is_compute.all() and semantics.makespan(ops) > 40
+    found = anneal_sequences(problem, ops, seconds=60.0, goal=30.0, effort=5, seed=1)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) <= 30.0
+
+
+def test_recomputation_and_many_channels_are_left_alone() -> None:
+    rng = random.Random(3)
+    while True:
+        problem = random_problem(rng)
+        ops = timing.earliest(problem, random_schedule(problem, rng, recompute=1.0))
+        if (ops.kind == Kind.C).any():
+            break
+    assert anneal_sequences(problem, ops, seconds=1.0) is ops
+
+
 _SCRIPT = """
 import random
 from optpipe import timing
 from solver.annealing import anneal
+from solver.annealing.sequences import anneal_sequences
 from tests.random_schedules import random_problem, random_schedule
 rng = random.Random(7)
 problem = random_problem(rng, devices=3, stages_per_device=2, microbatches=4)
 ops = timing.earliest(problem, random_schedule(problem, rng, offload=0.0))
 print([(o.label, round(o.start, 9)) for o in anneal(problem, ops, seconds=60.0, seed=3, rounds=1)])
+ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+print([(o.label, round(o.start, 9)) for o in anneal_sequences(problem, ops, seconds=60.0, seed=3, effort=0.3)])
 """
 
 

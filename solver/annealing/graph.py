@@ -64,8 +64,8 @@ def order_problem(problem: Problem, ops: Ops) -> OrderProblem:
         raise ValueError("the schedule has transfers")
     n = len(ops)
     edges = semantics.dependencies(problem, ops)
-    before_first, before, before_lag = ragged(n, edges.after, edges.before, edges.lag)
-    after_first, after, after_lag = ragged(n, edges.before, edges.after, edges.lag)
+    before_first, before, before_lag = _ragged(n, edges.after, edges.before, edges.lag)
+    after_first, after, after_lag = _ragged(n, edges.before, edges.after, edges.lag)
     events = semantics.memory_events(problem, ops)
     take, free = np.zeros(n, np.int64), np.zeros(n, np.int64)
     takes = events.delta > 0
@@ -92,7 +92,7 @@ def order_problem(problem: Problem, ops: Ops) -> OrderProblem:
     )
 
 
-def ragged(n: int, owner: Ints, item: Ints, lag: Floats) -> tuple[Any, Any, Any]:
+def _ragged(n: int, owner: Ints, item: Ints, lag: Floats) -> tuple[Any, Any, Any]:
     by_owner = np.argsort(owner, kind="stable")
     first = np.searchsorted(owner[by_owner], np.arange(n + 1))
     return column(first, int), column(item[by_owner], int), column(lag[by_owner], float)

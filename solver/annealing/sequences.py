@@ -49,7 +49,7 @@ def anneal_sequences(
     goal: float = 0.0,
     seed: int = 0,
     effort: float = 1.0,
-    hot: float = 0.1,
+    hot: float = 0.3,
     cold: float = 0.01,
     parts: bool = True,
     on_improvement: Callable[[Ops], None] | None = None,
@@ -88,17 +88,20 @@ def anneal_sequences(
     best = (column(walk.order, int), column(sequences.moved, int))
     scratch = tuple(column(np.zeros(count), int) for count in (n, UNDO, n, n))
     mean = float(np.mean(sequences.full[sequences.ops.is_compute]))
-    limit = time.monotonic() + seconds
+    begin = time.monotonic()
     chunks = math.ceil(effort * min(_PROPOSALS * n, _TIMED / n) / _CHUNK)
-    ratio = (cold / hot) ** (1 / chunks)
     told = state[SHORTEST]
+    done = 0.0  # less is tried where there is no time for more, and cools down as far
     for chunk in range(chunks):
-        heat = mean * hot * ratio**chunk
-        anneal_some(walk, best, scratch, state, _CHUNK, heat, heat * ratio, goal * (1 + 1e-9), parts)
+        heat = mean * hot * (cold / hot) ** done
+        done = max((chunk + 1) / chunks, min(1.0, (time.monotonic() - begin) / seconds))
+        anneal_some(
+            walk, best, scratch, state, _CHUNK, heat, mean * hot * (cold / hot) ** done, goal * (1 + 1e-9), parts
+        )
         if on_improvement is not None and state[SHORTEST] < told * (1 - 1e-9):
             told = state[SHORTEST]
-            on_improvement(Sequences(problem, ops).schedule(*best))
-        if state[SHORTEST] <= goal * (1 + 1e-9) or time.monotonic() > limit:
+            on_improvement(Sequences(problem, ops).schedule(*best))  # what goes on is left alone
+        if state[SHORTEST] <= goal * (1 + 1e-9) or time.monotonic() - begin > seconds:
             break
     found = sequences.schedule(*best)
     return found if semantics.makespan(found) <= semantics.makespan(ops) else ops
@@ -128,7 +131,13 @@ class Sequences:
         order = _order(problem, ops, group)
         place = np.empty(n, np.int64)
         place[order] = np.arange(n)
-        columns = {"duration": self.full, "full": self.full, "device": device, "group": group, "place": place}
+        columns: dict[str, Any] = {
+            "duration": self.full,
+            "full": self.full,
+            "device": device,
+            "group": group,
+            "place": place,
+        }
         columns |= {"is_compute": ops.is_compute, "active": ops.is_compute | (self.moved > 0), "role": _ROLE[ops.kind]}
         columns["key"] = np.where(ops.is_compute, ops.stage * len(Kind) + ops.kind, -1 - np.arange(n))
         columns |= _memory(problem, whole) | _waits(problem, whole) | _lanes(problem, ops, device)

@@ -26,6 +26,9 @@ from solver.search.windows import search_windows
 _PLACED, _RUNS, _MORE_RUNS = 100_000, 250, 3
 #: Largest schedule that the first round anneals, in ops.
 _ANNEALED = 5_000
+#: Annealing of schedules with transfers: its part of the time that is left then, the effort of the first round, and
+#: temperatures at which it begins, in mean durations of a compute op, of twins and others.
+_ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
@@ -48,8 +51,8 @@ class Portfolio:
     makes the next, longer one (siblings apart from the others): half of the time goes to the longest rounds but one
     and so on, down to lines that begin anew. A large problem has one line only: there is no time for more.
 
-    Of three lines one searches a sibling, with fewer microbatches (see ``siblings``), and one, where there are
-    offloads, a twin, whose times are a little off. Where times are round many things happen at one instant, and none of
+    Of four lines one searches a sibling, with fewer microbatches (see ``siblings``), and two, where there are
+    offloads, twins, whose times are a little off. Where times are round many things happen at one instant, and none of
     a schedule's neighbours is shorter though schedules further off are; the twin's schedule is re-timed.
 
     A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
@@ -67,7 +70,7 @@ class Portfolio:
         incumbent, problem = self.incumbent, self.incumbent.problem
         end = incumbent.seconds + seconds
         if 3 * problem.num_stages * problem.num_microbatches > _WINDOWED:
-            line = self.waiting.setdefault((False, 0), Line(incumbent, self.rng))
+            line = self.waiting.setdefault((False, 0), Line(incumbent, self.rng, self.rng.random() < 0.5))
             line.round(seconds)
             return
         self.first = self.first or incumbent.ops
@@ -84,29 +87,36 @@ class Portfolio:
         incumbent, rng = self.incumbent, random.Random(self.rng.getrandbits(64))
         self.lines += 1
         problem = self._other_problem(rng) if incumbent.options.objective == "makespan" else None
+        fluent = self.lines <= 2 or rng.random() < 0.5
         if problem is None:
-            return Line(incumbent.line(self.first), rng)
+            return Line(incumbent.line(self.first), rng, fluent)
         bound = lower_bound(problem, incumbent.options.objective)
         other = Incumbent(problem, incumbent.options, bound, begin=incumbent.begin, facts={})
         other.offer(ada_offload(problem), "ada-offload")
-        return Line(other, rng, home=incumbent)
+        return Line(other, rng, fluent, home=incumbent)
 
     def _other_problem(self, rng: random.Random) -> Problem | None:
         """What a new line searches on: a sibling of the problem, a twin, or (None) the problem itself."""
         problem = self.incumbent.problem
         offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
-        few = sibling(problem, rng) if self.lines % 3 == 0 else None
-        if offloads and (self.lines % 3 == 2 or (few is not None and rng.random() < 0.5)):
+        few = sibling(problem, rng) if self.lines % 4 == 3 else None
+        if offloads and (self.lines % 4 in (1, 2) or (few is not None and rng.random() < 0.5)):
             return twin(few or problem, rng)
         return few
 
 
 def twin(problem: Problem, rng: random.Random) -> Problem:
-    """The problem with times of each kind off by up to some percent, the same for all stages."""
+    """The problem with times of each kind off by up to some percent, the same for all stages: of compute they are
+    longer, of transfers shorter, and messages take a little longer.
+
+    Of two orders that are equally good it prefers the one that leaves messages and transfers some slack. (The other
+    way round it has been seen to lead nowhere.)
+    """
     value = problem.to_json()
-    kinds = ("forward_ms", "backward_ms", "weight_ms", "fused_backward_ms")
-    factor = {kind: 1.0 + rng.uniform(-_OFF, _OFF) for kind in kinds}
-    factor["offload_ms"] = factor["reload_ms"] = 1.0 + rng.uniform(-_OFF, _OFF)
+    factor = {
+        kind: 1.0 + rng.uniform(0.0, _OFF) for kind in ("forward_ms", "backward_ms", "weight_ms", "fused_backward_ms")
+    }
+    factor["offload_ms"] = factor["reload_ms"] = 1.0 - rng.uniform(0.0, _OFF)
     for stage in value["stages"]:
         stage |= {kind: stage[kind] * by for kind, by in factor.items() if stage.get(kind) is not None}
     late = _OFF * min(stage["forward_ms"] for stage in value["stages"]) * rng.random()
@@ -122,9 +132,9 @@ class Line:
     and what other shares are worth is tried apart: each finds what the other one misses.
     """
 
-    def __init__(self, incumbent: Incumbent, rng: random.Random, home: Incumbent | None = None) -> None:
-        self.incumbent, self.rng, self.home = incumbent, rng, home
-        self.fluent = rng.random() < 0.5
+    def __init__(self, incumbent: Incumbent, rng: random.Random, fluent: bool, home: Incumbent | None = None) -> None:
+        self.incumbent, self.rng, self.fluent, self.home = incumbent, rng, fluent, home
+        self.start = incumbent.ops
         self.value = float("inf")  # of the best schedule, also of those that move other shares
         self.pool: list[tuple[float, int, Policy]] = []
         self.genomes: list[tuple[float, Genome]] = []
@@ -147,8 +157,7 @@ class Line:
         return self.incumbent.value - self.incumbent.bound if self.is_sibling else self.value
 
     def round(self, seconds: float) -> None:
-        """One round, of at most so many seconds: policies, single stages, orders alone if there are no transfers,
-        windows, around the best."""
+        """One round, of at most so many seconds: policies, single stages, annealing, windows, around the best."""
         incumbent, rng = self.incumbent, self.rng
         problem = incumbent.problem
         ops = 3 * problem.num_stages * min(problem.num_microbatches, 4 * problem.num_devices)
@@ -171,7 +180,7 @@ class Line:
                 on_improvement=incumbent.taker("annealing"),
             )
             incumbent.offer(better, "annealing")
-        self._anneal_sequences(0.5 * (end - incumbent.seconds))
+        self._anneal_sequences(_ANNEALING * (end - incumbent.seconds))
         if self.fluent:
             self._reshare(incumbent, end)
         self._windows(incumbent, _WINDOWS * 2**self.rounds, end, parts=self.fluent)
@@ -246,9 +255,10 @@ class Line:
         search_windows(best, self.rng, windows=windows, seconds=_WINDOWS_PART * left, parts=parts)
 
     def _anneal_sequences(self, seconds: float) -> None:
-        """Anneal the best schedule, where something can be offloaded."""
+        """Anneal the best schedule with its transfers, where something can be offloaded."""
         best = self.incumbent
-        problem, ops = best.problem, best.ops
+        # What policies and stages find is shorter, but further from what annealing can make of the start.
+        problem, ops = best.problem, best.ops if self.rounds else self.start
         if ops is None or best.options.objective != "makespan" or best.at_bound or seconds <= 0:
             return
         if not any(problem.can_offload(s) for s in range(problem.num_stages)):
@@ -261,7 +271,8 @@ class Line:
             seconds=seconds,
             goal=best.bound,
             seed=self.rng.getrandbits(32),
-            effort=_MORE_RUNS**self.rounds,
+            effort=_EFFORT * _MORE_RUNS**self.rounds,
+            hot=self.rng.choice(_HOT[self.home is None]),
             parts=self.fluent,
             on_improvement=best.taker("annealing") if self.fluent else None,
         )
