@@ -91,6 +91,7 @@ def anneal_sequences(
     begin = time.monotonic()
     chunks = math.ceil(effort * min(_PROPOSALS * n, _TIMED / n) / _CHUNK)
     told = state[SHORTEST]
+    spare: Sequences | None = None
     done = 0.0  # less is tried where there is no time for more, and cools down as far
     for chunk in range(chunks):
         heat = mean * hot * (cold / hot) ** done
@@ -100,7 +101,8 @@ def anneal_sequences(
         )
         if on_improvement is not None and state[SHORTEST] < told * (1 - 1e-9):
             told = state[SHORTEST]
-            on_improvement(Sequences(problem, ops).schedule(*best))  # what goes on is left alone
+            spare = spare or Sequences(problem, ops)  # the walk goes on from where it is
+            on_improvement(spare.schedule(*best))
         if state[SHORTEST] <= goal * (1 + 1e-9) or time.monotonic() - begin > seconds:
             break
     found = sequences.schedule(*best)
@@ -145,8 +147,6 @@ class Sequences:
         self.whole = relatives["whole"]
         columns |= relatives
         items = records(Item, n, columns)
-        for out in np.flatnonzero(ops.kind == Kind.O).tolist():
-            set_moved(items, out, int(self.moved[out]))
         count = int(group.max()) + 1
         edges = np.searchsorted(group[order], np.arange(count + 1))
         self.walk = Walk(
@@ -159,13 +159,27 @@ class Sequences:
             column(np.zeros(n), int),
             column([0], int),
         )
+        self._have_go(self.moved)
+
+    def _have_go(self, moved: Ints) -> None:
+        """Have each offload, and the reload after it, move so many bytes."""
+        items: Any = self.walk.items
+        out = np.flatnonzero(self.ops.kind == Kind.O)
+        if not COMPILED:
+            for u in out.tolist():
+                set_moved(items, u, int(moved[u]))
+            return
+        back = items["back"][out]  # as in set_moved, all at once
+        items["active"][out] = items["active"][back] = moved[out] > 0
+        items["free"][out] = items["take"][back] = moved[out]
+        for each in (out, back):
+            items["duration"][each] = self.full[each] * moved[out] / self.whole[each]
 
     def schedule(self, order: Any, moved: Any) -> Ops:
         """The ops in this order, with so many bytes moved by each offload, at their earliest times."""
         items, ops = self.walk.items, self.ops
         self.walk.order[:] = order[:]
-        for out in np.flatnonzero(ops.kind == Kind.O).tolist():
-            set_moved(items, out, int(moved[out]))
+        self._have_go(np.asarray(moved))
         value_of(self.walk, INFINITE, column(np.zeros(SLOTS), float))
         if COMPILED:
             held: Any = items

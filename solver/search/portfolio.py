@@ -29,6 +29,8 @@ _ANNEALED = 5_000
 #: Annealing of schedules with transfers: its part of the time that is left then, the effort of the first round, and
 #: temperatures at which it begins, in mean durations of a compute op, of twins and others.
 _ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
+#: Largest schedule with transfers that is annealed, in ops.
+_SEQUENCED = 20_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
 _WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
@@ -261,7 +263,7 @@ class Line:
         problem, ops = best.problem, best.ops if self.rounds else self.start
         if ops is None or best.options.objective != "makespan" or best.at_bound or seconds <= 0:
             return
-        if not any(problem.can_offload(s) for s in range(problem.num_stages)):
+        if len(ops) > _SEQUENCED or not any(problem.can_offload(s) for s in range(problem.num_stages)):
             return
         whole = (problem, ops) if self.fluent else as_whole(problem, ops)
         if whole is None:
