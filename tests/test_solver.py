@@ -100,7 +100,9 @@ def test_a_twin_is_a_little_off(seed: int) -> None:
     for mine, theirs in zip(problem.stages, other.stages, strict=True):
         assert mine.activation_bytes == theirs.activation_bytes and mine.device == theirs.device
         for name in ("forward_ms", "backward_ms", "weight_ms", "offload_ms", "reload_ms"):
-            assert abs(getattr(theirs, name) - getattr(mine, name)) <= 0.031 * getattr(mine, name)
+            more = getattr(theirs, name) - getattr(mine, name)
+            # Compute takes longer and transfers less, so that orders are preferred that leave transfers some slack.
+            assert 0.0 <= (-more if name in ("offload_ms", "reload_ms") else more) <= 0.031 * getattr(mine, name)
 
 
 def test_ties_do_not_end_the_search() -> None:

@@ -95,7 +95,7 @@ def anneal_sequences(
     done = 0.0  # less is tried where there is no time for more, and cools down as far
     for chunk in range(chunks):
         heat = mean * hot * (cold / hot) ** done
-        done = max((chunk + 1) / chunks, min(1.0, (time.monotonic() - begin) / seconds))
+        done = max((chunk + 1) / chunks, min(1.0, (time.monotonic() - begin) / max(seconds, 1e-9)))
         anneal_some(
             walk, best, scratch, state, _CHUNK, heat, mean * hot * (cold / hot) ** done, goal * (1 + 1e-9), parts
         )
