@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import tables
-from benchmarks.lab import Reference, Results, Row, Trial, instance_file, instances, references
+from benchmarks.lab import NOT_MEASURED, Reference, Results, Row, Trial, instance_file, instances, references
 from optpipe.problem import Problem
 
 #: Relative differences below this are none.
@@ -84,6 +84,8 @@ def main(
         lines.append(line)
     if not lines:
         raise SystemExit(f"no instance matches {only}")
+    # With --known: a run that nothing is known of is no column.
+    runs = [run for run in runs if any(_is_known(line, run) for line in lines)]
     _write(results, lines, runs)
 
 
@@ -102,6 +104,10 @@ def _write(results: Results, lines: list[Line], runs: list[Run]) -> None:
         "\n".join(f"- {text}" for text in said) + "\n",
     ]
     tables.write_markdown(results.path.with_suffix(".md"), "The solver on the benchmark problems", parts)
+
+
+def _is_known(line: Line, run: Run) -> bool:
+    return line.runs[run].get("error") != NOT_MEASURED
 
 
 def _title(run: Run) -> str:
@@ -139,6 +145,8 @@ def _whole(lines: list[Line], runs: list[Run], names: list[str]) -> tuple[list[s
 
 def _value(line: Line, run: Run) -> tables.Cell:
     row = line.runs[run]
+    if not _is_known(line, run):
+        return None
     if row.get("violations"):
         return "INVALID"
     return row.get("makespan_ms", row.get("status", "failed"))
@@ -210,6 +218,7 @@ def _quality(lines: list[Line], run: Run) -> list[str]:
 
 
 def _against(lines: list[Line], mine: Run, other: Run) -> list[str]:
+    lines = [line for line in lines if _is_known(line, mine) and _is_known(line, other)]
     behind = [line.name for line in lines if _is_less(line.makespan(other), line.makespan(mine))]
     ahead = [line.name for line in lines if _is_less(line.makespan(mine), line.makespan(other))]
     none = [line.name for line in lines if line.makespan(other) is None and line.makespan(mine) is not None]

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INSTANCES = ROOT / "benchmarks" / "instances"
 RESULTS = ROOT / "benchmarks" / "results"
 
+#: The ``error`` of what is not known where nothing is to be measured.
+NOT_MEASURED = "not measured"
 #: A trial that takes so many seconds more than its limit is ended.
 _GRACE = 120.0
 
@@ -149,7 +151,7 @@ class Results:
             )
             found = run(trial, problem)
             self.add(trial, found)
-        return found or {"error": "not measured"}
+        return found or {"error": NOT_MEASURED}
 
     def add(self, trial: Trial, result: Row) -> None:
         row = {"key": trial.key, "version": self.version, "when": time.strftime("%F %T"), "result": result}
