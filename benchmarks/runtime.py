@@ -51,19 +51,18 @@ def clock(rounds: int) -> Iterator[Part]:
 
 
 def against_torch(rounds: int) -> Iterator[Part]:
-    """torch.distributed.pipelining, in turns."""
-    with before_others() as first:
-        rows = torch_schedules.table(2 * rounds)
+    """torch.distributed.pipelining, in turns. Not ahead of other work: ranks would hold up gloo's threads."""
+    rows = torch_schedules.table(2 * rounds)
     yield (
         f"Against torch.distributed.pipelining {torch.__version__}",
         torch_schedules.HEADER,
         rows,
-        f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each, which ran "
-        f"{_where(first)}. Each side has processes of its own, as it comes, and waits while the other one runs; with "
-        "`one allocator` both are in the same processes, where torch too has malloc as the executor sets it up. A "
-        "round is two steps of either, in the order A B B A, with torch first every second time; all ranks begin "
-        f"a step together, without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. Nor do "
-        "rounds in which, on either side, a rank's thread was ready and something else ran for more than "
+        f"GPT, {torch_schedules.MICROBATCHES} microbatches, float32, two gloo ranks of one thread each. Each side has "
+        "processes of its own, as it comes (ours sets up malloc, torch's has it as it is), and waits while the other "
+        "one runs; with `one allocator` both are in the same processes, where torch too has malloc as the executor "
+        "sets it up. A round is two steps of either, in the order A B B A, with torch first every second time; all "
+        f"ranks begin a step together, without gradients, after {2 * torch_schedules.WARM_UP} steps that do not count. "
+        "Nor do rounds in which other work held up the ranks' threads for more than "
         f"{torch_schedules.DISTURBED:.0%} of the time. Wall time is that of the slower rank; CPU time, of all "
         "threads, and page faults are means over ranks; ratios are medians over rounds, `iqr` is the "
         "interquartile range of `ours / torch`. `budgets`: devices have a limit, so that the executor counts all "

@@ -30,7 +30,7 @@ from runtime.worker import Rank
 
 RANKS, MICROBATCHES = 2, 8
 WARM_UP = 2
-#: A round in which a rank's thread was ready to run for this share of the time, and something else ran, is disturbed.
+#: A round in which ranks' threads were ready to run for this share of the time, and other work ran, is disturbed.
 DISTURBED = 0.05
 #: Rounds that are tried, at most, for one that is asked for.
 TRIES = 2
@@ -104,8 +104,8 @@ _KINDS = {
     _ComputationType.FULL_BACKWARD: Kind.BW,
 }
 Step = Callable[[], None]
-#: Of a step: wall time, the longest over ranks; CPU time and page faults, means over ranks; how long a rank's thread
-#: was ready and did not run, the longest. In ms.
+#: Of a step: wall time, the longest over ranks; CPU time and page faults, means over ranks; how long the ranks' threads
+#: were ready and did not run, less what their processes' other threads (gloo's, say) ran in all. In ms.
 MEASURED = ("wall", "cpu", "faults", "held_up")
 #: Two steps of either side, as measured.
 Round = dict[str, list[dict[str, float]]]
@@ -228,20 +228,21 @@ def _timed(stages: dict[int, nn.Module] | None, step: Step | None) -> dict[str, 
         step()
     took = [end - start for end, start in zip(_now(), begin, strict=True)]
     rows = [row[1:] for row in gather.numbers([float(step is not None), *took]) if row[0]]
-    walls, cpus, faults, held_up = zip(*rows, strict=True)
+    walls, cpus, faults, held_up, alone = zip(*rows, strict=True)
     return {
         "wall": max(walls),
         "cpu": statistics.fmean(cpus),
         "faults": statistics.fmean(faults),
-        "held_up": max(held_up),
+        "held_up": max(0.0, sum(held_up) - (sum(cpus) - sum(alone))),
     }
 
 
 def _now() -> list[float]:
-    """Wall time, CPU time of all threads, page faults, and how long this thread was ready and did not run. In ms."""
+    """Wall time, CPU time of all threads, page faults, how long this thread was ready and did not run, and its CPU
+    time. In ms."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held_up = int(SCHEDULING.read_text().split()[1]) / 1e6 if SCHEDULING.exists() else 0.0
-    return [time.perf_counter() * 1e3, time.process_time() * 1e3, float(faults), held_up]
+    return [time.perf_counter() * 1e3, time.process_time() * 1e3, float(faults), held_up, time.thread_time() * 1e3]
 
 
 def _layers(size: Size, name: str) -> list[int]:

@@ -16,8 +16,9 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 #: Free bytes at the top of the heap that malloc keeps: more than any step frees.
 _KEPT_BYTES = (1 << 31) - 1  # the largest int
-#: The largest threshold that malloc takes; larger blocks still come from the system, and go back to it.
-_OWN_BLOCK_BYTES = 32 << 20
+#: Blocks above such a size come from the system, and go back to it: none that a step takes, or, where malloc (before
+#: glibc 2.35) refuses that, the most that it takes.
+_OWN_BLOCK_BYTES = (1 << 30, 32 << 20)
 
 
 @functools.cache
@@ -34,4 +35,5 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):  # not glibc
         return False
     # Set together: either alone would end malloc's own tuning of both.
-    return bool(mallopt(_M_MMAP_THRESHOLD, _OWN_BLOCK_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    own = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _OWN_BLOCK_BYTES)
+    return own and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))

@@ -306,12 +306,9 @@ def _death(process: subprocess.Popen[bytes]) -> str:
 def _environment() -> dict[str, str]:
     """The launcher's environment, with its module paths; what it says of the rest goes first.
 
-    gloo on the loopback: local ranks need no network. And glibc keeps freed memory: it would give large tensors back to
-    the system, and the page faults of taking them again cost some percent of a step on a CPU.
+    gloo on the loopback: local ranks need no network.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 40))
     loopback = next(_loopbacks(), None)
     if loopback is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
