@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+#: Every finite double is a whole multiple of 2 to the minus this.
+_LOWEST = 1074
+#: A sum of doubles in that unit, in words of 32 bits: those of the largest double, and one for what many make more.
+_WORDS = (_LOWEST + 1024) // 32 + 2
 
 
 def barrier() -> None:
@@ -32,3 +39,36 @@ def objects(value: Any) -> list[Any]:
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def exact_sum(values: Iterable[float], group: dist.ProcessGroup | None = None) -> float:
+    """The sum of all ranks' values (none negative) as if without rounding, then rounded once.
+
+    So its bits do not depend on which rank holds which value, nor on the order.
+
+    Parameters
+    ----------
+    values
+        Of this rank.
+    group
+        The ranks; default all.
+    """
+    values = list(values)
+    total = sum(_in_units(value) for value in values if math.isfinite(value))
+    words = [total >> 32 * k & 0xFFFFFFFF for k in range(_WORDS)]
+    tensor = torch.tensor([*words, values.count(math.inf), sum(map(math.isnan, values))])
+    if dist.is_initialized():
+        dist.all_reduce(tensor, group=group)
+    *words, infinite, undefined = tensor.tolist()
+    if undefined:
+        return math.nan
+    try:
+        exact = sum(word << 32 * k for k, word in enumerate(words)) / (1 << _LOWEST)
+    except OverflowError:
+        return math.inf
+    return math.inf if infinite else exact
+
+
+def _in_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * ((1 << _LOWEST) // denominator)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.config import OptimizerConfig
+from runtime import gather
 
 
 def adamw(modules: Iterable[nn.Module], settings: OptimizerConfig) -> torch.optim.AdamW:
@@ -73,7 +74,8 @@ def clip(
 ) -> float:
     """Scale gradients in place so that their norm over all ranks is at most ``most``; the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_``, whose sum stays on one rank.
+    As ``torch.nn.utils.clip_grad_norm_``, whose sum stays on one rank. The norm has the same bits however parameters
+    are spread over the ranks of a pipeline, so that clipping does not tell one partition from another.
 
     Parameters
     ----------
@@ -87,12 +89,8 @@ def clip(
         Whether a parameter's gradient goes into the norm here: of copies of one weight only one may.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    square = _square([p.grad for p in parameters if p.grad is not None and counts(p)])
-    if dist.is_initialized():
-        total = torch.tensor(square, dtype=torch.float64)
-        dist.all_reduce(total, group=group)
-        square = float(total)
-    norm = square**0.5
+    squares = _squares([p.grad for p in parameters if p.grad is not None and counts(p)])
+    norm = gather.exact_sum(squares, group) ** 0.5
     scale = most / (norm + 1e-6)
     if scale < 1.0:
         for alike in _by_mesh([p.grad for p in parameters if p.grad is not None]):
@@ -100,24 +98,25 @@ def clip(
     return norm
 
 
-def _square(gradients: list[Tensor]) -> float:
-    """The sum of all squares; of DTensors with those of the ranks that hold other parts."""
-    square = 0.0
+def _squares(gradients: list[Tensor]) -> list[float]:
+    """Sums of squares that make the whole, of plain gradients one by one; of DTensors with those of the ranks that hold
+    other parts."""
+    squares: list[float] = []
     for alike in _by_mesh(gradients):
         first = alike[0]
         if isinstance(first, DTensor) and any(placement.is_partial() for placement in first.placements):
             norm = nn.utils.get_total_norm(alike)
-            square += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+            squares.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2)
             continue
-        here = sum(float(norm) ** 2 for norm in torch._foreach_norm([_local(gradient) for gradient in alike]))
+        here = [float(norm) ** 2 for norm in torch._foreach_norm([_local(gradient) for gradient in alike])]
         if isinstance(first, DTensor):
-            total = torch.tensor(here, dtype=torch.float64)
+            total = torch.tensor(sum(here), dtype=torch.float64)
             for dimension, placement in enumerate(first.placements):
                 if not placement.is_replicate():
                     dist.all_reduce(total, group=first.device_mesh.get_group(dimension))
-            here = float(total)
-        square += here
-    return square
+            here = [float(total)]
+        squares += here
+    return squares
 
 
 def _by_mesh(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

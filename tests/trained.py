@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ def _apply_alone(adamw: torch.optim.Optimizer, step: int) -> None:
     for group in adamw.param_groups:
         group["lr"] = optimizer.learning_rate(SETTINGS, step)
     gradients = [p.grad for group in adamw.param_groups for p in group["params"] if p.grad is not None]
-    norm = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients)) ** 0.5
+    norm = math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(gradients)) ** 0.5
     torch._foreach_mul_(gradients, SETTINGS.clip_norm / (norm + 1e-6))
     adamw.step()
     adamw.zero_grad()
