@@ -4,6 +4,8 @@ print."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 _DEBUG = "optpipe.debug"
 _INTERRUPTED = 130
+#: What a write can fail with through no fault of ours.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Front(click.Group):
@@ -39,10 +43,16 @@ class Front(click.Group):
                 traceback.print_exc()
             if isinstance(error, OptPipeError):
                 _fail(_one_line(error), error.exit_code)
+            if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
+                _drop_output()
+                _fail(f"the output cannot be written: {error.strerror}", 1)
             _fail(f"{type(error).__name__}: {_flat(str(error))} (a fault of OptPipe; --debug shows where)", 1)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
         """As click's, with its messages cut to one line."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal without the character shows a question mark
         extra["prog_name"] = "optpipe"
         standalone = extra.pop("standalone_mode", True)
         try:
@@ -67,10 +77,14 @@ def _end(error: BaseException) -> NoReturn:
     if isinstance(error, click.ClickException):
         _fail(_flat(error.format_message()), error.exit_code)
     if isinstance(error, BrokenPipeError):
-        # The reader (head, less) has gone: no more output, and none at the interpreter's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (head, less) has gone
         sys.exit(1)
     _fail("interrupted", _INTERRUPTED)
+
+
+def _drop_output() -> None:
+    """No more output, and none at the interpreter's end either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Number(click.FloatRange):

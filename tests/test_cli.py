@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,26 @@ def test_a_reader_that_leaves_is_no_error(tiny_plan_file):
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() in (0, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["show"], ["check", "--json"]])
+def test_an_output_that_is_full_is_one_line(arguments, tiny_plan_file):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli", *arguments, str(tiny_plan_file)],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+def test_a_terminal_without_a_character_shows_another(tiny_problem_file, tmp_path):
+    command = [sys.executable, "-m", "cli", "solve", str(tiny_problem_file), "-o", str(tmp_path / "plan.json")]
+    done = subprocess.run(
+        [*command, "--time-limit", "1", "--no-cache"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert b"makespan" in done.stdout and done.stdout.isascii()
 
 
 # --- check ------------------------------------------------------------------------------------------------------
