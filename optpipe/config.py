@@ -124,8 +124,8 @@ class Config(Section):
         return self.model_dump(mode="json", include={"name", *TRAINING_SECTIONS})
 
     def filled_from(self, other: Config) -> Config:
-        """The same config, with the training sections that its file leaves out taken from another one."""
-        left_out = [name for name in TRAINING_SECTIONS if name not in self.model_fields_set]
+        """The same config, its memory and training sections from another one where its file leaves them out."""
+        left_out = [name for name in (*TRAINING_SECTIONS, "memory") if name not in self.model_fields_set]
         return self.model_copy(update={name: getattr(other, name) for name in left_out})
 
     @property

@@ -163,6 +163,13 @@ def test_a_balanced_partition_and_sections_left_out_are_what_was_measured() -> N
     assert make().for_config(balanced).settings.pipeline == make().settings.pipeline
 
 
+def test_a_memory_section_left_out_is_the_profiles() -> None:
+    left_out = Config.from_json({"batch": {"microbatches": 5, "microbatch_size": 2}}, "some.yaml")
+    assert [device.memory_bytes for device in make().for_config(left_out).to_problem().devices] == [900, None]
+    lifted = Config.from_json({"memory": {"activation_budget_bytes": None}}, "some.yaml")
+    assert [device.memory_bytes for device in make().for_config(lifted).to_problem().devices] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
