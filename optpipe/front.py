@@ -130,10 +130,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 
 
 def plain_console(width: int = 200) -> Console:
-    """Plain output: tables take the width they need, and a narrow terminal wraps them itself."""
+    """Plain output: tables take the width they need, and a narrow terminal wraps them itself. Names and paths stand in
+    it as they are, brackets and colons are no markup."""
     from rich.console import Console
 
-    return Console(width=width, highlight=False, soft_wrap=True)
+    return Console(width=width, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 @contextlib.contextmanager

@@ -73,14 +73,15 @@ def show(
     from rich.console import Console
 
     where = console or Console(highlight=False)
+    literal: Any = {"soft_wrap": True, "markup": False, "emoji": False}
     chart = draw.gantt(plan, where.width, devices=devices, stages=stages, start=start, end=end, ascii_only=ascii_only)
     for line in report.facts(plan):
-        where.print(line.replace(" ·", ",") if ascii_only else line, soft_wrap=True, markup=False)
+        where.print(line.replace(" ·", ",") if ascii_only else line, **literal)
     where.print(chart)
     if all(part is None for part in (devices, stages, start, end)):
         for line in explain(plan):
             text = textwrap.fill(line, where.width, initial_indent="- ", subsequent_indent="  ")
-            where.print(text, soft_wrap=True, markup=False)
+            where.print(text, **literal)
 
 
 def frame(plan: Plan) -> Any:

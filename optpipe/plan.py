@@ -63,9 +63,11 @@ class Plan:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         """For rich's ``print``: figures and the chart, as wide as there is room."""
+        from rich.text import Text
+
         from optpipe import draw, report
 
-        yield from report.facts(self)
+        yield from (Text(line) for line in report.facts(self))  # a name is no markup
         if len(self.ops):
             yield draw.gantt(self, options.max_width, ascii_only=options.ascii_only)
 

@@ -64,3 +64,12 @@ def test_clear_removes_all(run, tiny_problem_file):
     assert json.loads(run("cache", "clear", "--json"))["removed"] == 1
     assert entries(run) == []
     assert "0 schedules" in run("cache", "list")
+
+
+def test_names_and_paths_are_printed_as_they_are(run, tiny_problem, tmp_path):
+    problem = tiny_problem.changed(name="[/x] [bold] :smile:")
+    (tmp_path / "named.json").write_text(json.dumps(problem.to_json()))
+    said = run("solve", "named.json", "--time-limit", 1, "-o", "y[red].json")
+    assert said.startswith("[/x] [bold] :smile:: 2 devices")
+    assert said.endswith("written to y[red].json\n")
+    assert "[/x] [bold] :smile:" in run("cache", "list")

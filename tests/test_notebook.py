@@ -74,6 +74,14 @@ def test_a_plan_prints_itself(tiny_plan):
     assert printed(Plan(tiny_plan.problem, optpipe.Ops.of([])))
 
 
+def test_a_name_is_printed_as_it_is(tiny_plan):
+    tiny_plan.problem = tiny_plan.problem.changed(name="[/x] [bold] :smile:")
+    stream = io.StringIO()
+    optpipe.show(tiny_plan, console=Console(file=stream, width=100))
+    for text in (stream.getvalue(), printed(tiny_plan)):
+        assert text.startswith("[/x] [bold] :smile:: 2 devices")
+
+
 def test_in_jupyter_a_plan_is_a_picture_with_words(tiny_plan):
     tiny_plan.problem = tiny_plan.problem.changed(name=NASTY)
     shown = tiny_plan._repr_html_()
