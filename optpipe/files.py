@@ -89,9 +89,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
     seen: set[Any] = set()
-    for key_node, _ in node.value:
+    for key_node, _ in node.value:  # before merge keys bring in more: those give way to what stands here
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str | int | float | bool | type(None)):
             raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)

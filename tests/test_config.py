@@ -46,6 +46,13 @@ def test_numbers_may_be_written_with_an_exponent_alone(tmp_path: Path) -> None:
     assert read(tmp_path, "optimizer: {learning_rate: 3e-4}").optimizer.learning_rate == 3e-4
 
 
+def test_a_key_goes_before_the_one_that_a_merge_key_brings(tmp_path: Path) -> None:
+    text = PROBLEM.replace("stages: [{", "stages: [&s {").replace("FORWARD", "2").replace("comm_ms: []", "comm_ms: [0]")
+    problem = read(tmp_path, text.replace("4}]", "4}, {<<: *s, weight_ms: 5}]")).problem
+    assert problem is not None
+    assert [(stage.forward_ms, stage.weight_ms) for stage in problem.stages] == [(2, 1), (2, 5)]
+
+
 def test_paths_that_are_read_count_from_the_configs_folder(tmp_path: Path) -> None:
     config = read(tmp_path, "profile: here.json\ndata: {folder: text}")
     assert config.profile == str(tmp_path / "here.json")
@@ -98,6 +105,7 @@ BAD = {
     PROBLEM.replace("FORWARD", "1, forwrd_ms: 1"): "problem.stages[0].forwrd_ms: unknown key",
     "profile: a.json" + PROBLEM.replace("FORWARD", "1"): "profile: is given beside problem",
     "train: {steps: 1}\ntrain: {steps: 2}": "line 2: is not YAML: key 'train' is given twice",
+    "batch: &b {accumulate: 1}\ntrain: {<<: *b, steps: 1, steps: 2}": "line 2: is not YAML: key 'steps' is given twice",
     "train: {steps: 1": "line 1: is not YAML",
     "!!python/object/apply:os.system ['true']": "line 1: is not YAML",
 }
