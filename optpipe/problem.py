@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -28,6 +29,54 @@ _MODEL = ConfigDict(strict=True, frozen=True, extra="allow")
 def _wrong(key: str, message: str) -> PydanticCustomError:
     # The text goes in as a parameter: pydantic would read braces in a template as fields.
     return PydanticCustomError("problem", "{message}", {"key": key, "message": message})
+
+
+class _OnDevice(Protocol):
+    """A stage or a transfer, of a problem or of a profile."""
+
+    @property
+    def device(self) -> int: ...
+
+
+class _Carried(_OnDevice, Protocol):
+    @property
+    def direction(self) -> Direction: ...
+
+
+class _Carrier(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def transfers(self) -> Sequence[_Carried]: ...
+
+
+def check_use(stages: Sequence[_OnDevice], num_devices: int) -> None:
+    """Refuse a device without a stage, as validators do."""
+    used = {stage.device for stage in stages}
+    for device in range(num_devices):
+        if device not in used:
+            raise _wrong(f"devices[{device}]", "no stage uses this device, expected at least one")
+
+
+def check_channels(channels: Sequence[_Carrier], num_devices: int) -> None:
+    """Refuse channels that have one name, or carry a transfer twice or of no device, as validators do."""
+    names: set[str] = set()
+    for index, channel in enumerate(channels):
+        key = f"channels[{index}]"
+        if channel.name in names:
+            raise _wrong(f"{key}.name", f"'{channel.name}' is given twice, expected different names")
+        names.add(channel.name)
+        seen: set[tuple[int, str]] = set()
+        for number, transfer in enumerate(channel.transfers):
+            where = f"{key}.transfers[{number}]"
+            if transfer.device >= num_devices:
+                raise _wrong(
+                    f"{where}.device", f"device {transfer.device} does not exist, expected 0 to {num_devices - 1}"
+                )
+            if (transfer.device, transfer.direction) in seen:
+                raise _wrong(where, "is given twice, expected each device and direction once")
+            seen.add((transfer.device, transfer.direction))
 
 
 class Device(BaseModel):
@@ -117,31 +166,13 @@ class Problem(BaseModel):
                         f"{key}.{part}",
                         f"{size} is more than activation_bytes, expected at most {stage.activation_bytes}",
                     )
-        used = {stage.device for stage in self.stages}
-        for device in range(count):
-            if device not in used:
-                raise _wrong(f"devices[{device}]", "no stage uses this device, expected at least one")
+        check_use(self.stages, count)
         if len(self.comm_ms) != len(self.stages) - 1:
             raise _wrong(
                 "comm_ms",
                 f"has {len(self.comm_ms)} entries, expected {len(self.stages) - 1}: one between each two stages",
             )
-        names: set[str] = set()
-        for index, channel in enumerate(self.channels):
-            key = f"channels[{index}]"
-            if channel.name in names:
-                raise _wrong(f"{key}.name", f"'{channel.name}' is given twice, expected different names")
-            names.add(channel.name)
-            seen: set[tuple[int, str]] = set()
-            for number, transfer in enumerate(channel.transfers):
-                where = f"{key}.transfers[{number}]"
-                if transfer.device >= count:
-                    raise _wrong(
-                        f"{where}.device", f"device {transfer.device} does not exist, expected 0 to {count - 1}"
-                    )
-                if (transfer.device, transfer.direction) in seen:
-                    raise _wrong(where, "is given twice, expected each device and direction once")
-                seen.add((transfer.device, transfer.direction))
+        check_channels(self.channels, count)
         return self
 
     @property

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from optpipe import files
 from optpipe.config import Config, Listed
 from optpipe.errors import InputError
-from optpipe.problem import Bytes, Direction, Milliseconds, Problem
+from optpipe.problem import Bytes, Direction, Milliseconds, Problem, check_channels, check_use
 
 FORMAT, VERSION = "optpipe-profile", 1
 #: Samples of one timing that a file keeps.
@@ -256,7 +256,7 @@ class Profile(_Part):
         if budgets is None:
             budgets = self.settings.budgets(self.static_bytes)
         offload = self.settings.offload.enabled
-        return Problem.model_validate(
+        return Problem.from_json(
             {
                 "name": self.name,
                 "num_microbatches": self.settings.batch.microbatches,
@@ -264,7 +264,8 @@ class Profile(_Part):
                 "stages": [_stage(stage, offload=offload) for stage in self.stages],
                 "comm_ms": [link.message_ms.median for link in self.links],
                 "channels": [_channel(channel) for channel in self.channels] if offload else [],
-            }
+            },
+            self.settings.file,
         )
 
     @model_validator(mode="after")
@@ -286,13 +287,8 @@ class Profile(_Part):
             raise _wrong(
                 "links", f"has {len(self.links)} entries, expected {len(self.stages) - 1}: one between each two stages"
             )
-        for index, channel in enumerate(self.channels):
-            for number, transfer in enumerate(channel.transfers):
-                if transfer.device >= count:
-                    raise _wrong(
-                        f"channels[{index}].transfers[{number}].device",
-                        f"device {transfer.device} does not exist, expected 0 to {count - 1}",
-                    )
+        check_use(self.stages, count)
+        check_channels(self.channels, count)
         if self.settings.pipeline.partition != tuple(stage.layers for stage in self.stages):
             raise _wrong("settings.pipeline.partition", "is not what the stages hold, expected their layer counts")
         if self.settings.pipeline.stage_devices != tuple(stage.device for stage in self.stages):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from optpipe.problem import Bytes
+from optpipe.problem import MOST_MICROBATCHES, Bytes
 
 Item = TypeVar("Item")
 #: A list in the file; strict mode would take only a tuple.
@@ -102,7 +102,7 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """A step's batch: ``accumulate`` runs of a plan of ``microbatches`` times ``microbatch_size`` sequences."""
 
-    microbatches: Count = 8
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 8
     microbatch_size: Count = 4
     accumulate: Count = 1
 

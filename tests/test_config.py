@@ -93,6 +93,7 @@ BAD = {
     "optimizer: {learning_rate: .nan}": "optimizer.learning_rate: expected a finite number",
     "optimizer: {learning_rate: -1}": "optimizer.learning_rate: ",
     "solver: {time_limit_s: -1}": "solver.time_limit_s: ",
+    "batch: {microbatches: 200000}": "batch.microbatches: input should be less than or equal to 100000, not 200000",
     "train: {steps: 0}": "train.steps: ",
     "train: {shards: 0}": "train.shards: ",
     "train: {tensor_parallel: two}": "train.tensor_parallel: expected an integer, not 'two'",

@@ -98,6 +98,10 @@ BAD = [
     (("links",), [], "links: has 0 entries, expected 1"),
     (("channels", 0, "transfers", 0, "direction"), "up", "channels[0].transfers[0].direction: "),
     (("channels", 0, "transfers", 0, "device"), 9, "channels[0].transfers[0].device: device 9 does not exist"),
+    (("channels", 1, "name"), "d2h:0", "channels[1].name: 'd2h:0' is given twice"),
+    (("channels", 0, "transfers"), [{"device": 0, "direction": "d2h"}] * 2, "channels[0].transfers[1]: is given twice"),
+    (("devices",), [{"weight_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2}] * 3, "devices[2]: no stage uses"),
+    (("settings", "batch", "microbatches"), 200_000, "settings.batch.microbatches: input should be less than or"),
     (("settings", "model", "layer"), 9, "settings.model.layer: unknown key"),
 ]
 
@@ -135,6 +139,8 @@ def test_the_problem_is_made_of_the_medians_and_the_configs_budgets() -> None:
     assert problem.comm_ms == (0.6,)
     assert problem.can_offload(0) and problem.can_offload(1)
     assert make().to_problem([5, 6]).devices[1].memory_bytes == 6
+    with pytest.raises(InputError, match="device 1 does not exist"):
+        make().to_problem([5])
 
 
 def test_without_offloading_the_problem_has_no_channels() -> None:
