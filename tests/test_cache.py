@@ -269,6 +269,8 @@ def test_broken_and_foreign_files_are_passed_over(cache: Cache) -> None:
         assert cache.store(plan) or read_head(entry.path) is not None
         entry.path.write_text(text)
     assert cache.lookup(problem) is not None
+    entry.path.write_text(text.replace('"makespan_ms": ', f'"makespan_ms": 1{"0" * 400}', 1))
+    assert cache.entries() == [] and cache.lookup(problem) is None
     (cache.folder / "notes.txt").write_text("mine")
     entry.path.unlink()
     entry.path.mkdir()
@@ -320,6 +322,17 @@ def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert default_folder() == tmp_path / "xdg" / "optpipe"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == tmp_path / "home" / ".cache" / "optpipe"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPTPIPE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    for own in ("", "~/schedules"):
+        monkeypatch.setenv("OPTPIPE_CACHE", own)
+        cache, plan = Cache(), good_plan(steady_problem(4))
+        assert not cache.store(plan)
+        assert cache.lookup(plan.problem) is None and cache.entries() == [] and cache.clear() == 0
 
 
 def _writer(folder: str, seed: int, count: int) -> None:
