@@ -129,7 +129,7 @@ def read_head(path: Path) -> Entry | None:
             lower_bound_ms=None if head["lower_bound_ms"] is None else _number(head["lower_bound_ms"]),
             vector=vector(head["problem"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
 
 
