@@ -369,7 +369,9 @@ def import_(file: str, task_file: str, output: str, as_json: bool) -> None:
     task = read_task(task_file)
     check_output(output)
     plan = torch_csv.read(file, task.problem)
-    plan.training, plan.lower_bound_ms = task.training, lower_bound(task.problem)
+    # What a plan carries beside its schedule, such as how its layers are cut, holds for this schedule too.
+    kept = {key: value for key, value in task.extra.items() if key != torch_csv.KEPT}
+    plan.training, plan.extra, plan.lower_bound_ms = task.training, {**kept, **plan.extra}, lower_bound(task.problem)
     plan.write(output)
     if as_json:
         print_json({"output": output, **report.summary(plan)})

@@ -259,6 +259,22 @@ def test_the_kept_text_is_not_written_for_another_order(tmp_path):
     assert torch_csv.text_of(plan).startswith("0F0,0F1")
 
 
+def test_what_the_plan_carries_beside_its_schedule_is_kept(tmp_path):
+    plan = imported("0F0,,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", problem_on((0, 1), 2), tmp_path)
+    plan.training, plan.extra["partition"] = {"name": "mine"}, [3, 1]
+    plan.write(tmp_path / "plan.json")
+    text = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    for source, kept in ((text, {torch_csv.KEPT: text}), (text.replace("0F0", "0UNSHARD,0F0"), {})):
+        (tmp_path / "other.csv").write_text(source)
+        done = invoke(
+            "import", tmp_path / "other.csv", "--problem", tmp_path / "plan.json", "-o", tmp_path / "new.json"
+        )
+        assert done.exit_code == 0, done.output
+        back = Plan.read(tmp_path / "new.json")
+        assert back.extra == {"partition": [3, 1], **kept}  # the file with communication has no text to keep
+        assert back.training == plan.training
+
+
 def test_torchs_runtime_and_the_executor_get_the_same_from_an_exported_plan(tmp_path):
     """One step of two ranks under torch's runtime with the exported file, and under the executor with the plan."""
     from runtime import launch
