@@ -111,16 +111,19 @@ def gantt(
     Returns
     -------
     Text
-        Lines of at most ``width`` characters, coloured where the console has colours, readable where not.
+        Lines of at most ``width`` characters, coloured where the console has colours, readable where not. Of a plan
+        without length a line that says so.
 
     Raises
     ------
     ValueError
-        The part of the time is empty.
+        The part of the time that is asked for is empty.
     """
     problem, ops = plan.problem, plan.ops
     low = min(0.0, float(ops.start.min(initial=0.0))) if start is None else start
     high = float(ops.end.max(initial=0.0)) if end is None else end
+    if high == low and start is None and end is None:
+        return Text("No chart: nothing takes any time.")
     if high <= low:
         raise ValueError(f"nothing between {low:g} and {high:g} ms")
     window = Window(max(width - _GUTTER - 1, 8), low, high)

@@ -209,6 +209,8 @@ def _what_decides(problem: Problem, ops: Ops, found: Waits) -> str:
         parts.append((rest, "compute on other devices"))
     parts.append((transfers, "transfers to and from the host"))
     parts.append((max(0.0, length - float(compute.sum()) - transfers), "messages between stages and slack"))
+    if length <= 0:
+        return "What decides the makespan: nothing, no op takes any time."
     shares = [f"{_share(part, length)} {text}" for part, text in parts if part > _WORTH / 3 * length]
     chain = f"a chain of {_count(len(path), 'op')} that wait for each other"
     return f"What decides the makespan: {chain}, {', '.join(shares)}."

@@ -54,6 +54,14 @@ def scaled(problem: Problem, devices: int, microbatches: int) -> Problem:
     )
 
 
+def without_length(problem: Problem) -> Plan:
+    """A valid plan in which nothing takes any time."""
+    value = problem.to_json()
+    for stage in value["stages"]:
+        stage.update({key: 0.0 for key in stage if key.endswith("_ms")})
+    return gpipe(Problem.model_validate({**value, "comm_ms": [0.0] * len(value["comm_ms"])}))
+
+
 def test_every_op_is_named_where_it_runs(tiny_plan):
     chart = lines(tiny_plan, 8 + 142)  # ten columns a millisecond
     compute, out, back = row(chart, "s0"), row(chart, "d2h"), row(chart, "h2d")
@@ -179,8 +187,10 @@ def test_without_a_terminal_there_are_no_escapes(tiny_plan):
 
 def test_a_plan_without_ops_or_time_is_drawn(tiny_problem):
     nothing = Ops.of([])
-    with pytest.raises(ValueError, match="nothing between"):
-        draw.gantt(Plan(tiny_problem, nothing))
+    for plan in (Plan(tiny_problem, nothing), without_length(tiny_problem)):
+        assert lines(plan) == ["No chart: nothing takes any time."]
+        with pytest.raises(ValueError, match="nothing between"):
+            draw.gantt(plan, start=0.0)
     assert "peak 0 B" in "\n".join(lines(Plan(tiny_problem, nothing), start=0.0, end=1.0))
 
 

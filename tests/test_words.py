@@ -20,6 +20,7 @@ from optpipe.waits import gaps
 from optpipe.words import explain
 from tests.conftest import plan_in_order
 from tests.random_schedules import fitted, random_problem, random_schedule, schedules
+from tests.test_draw import without_length
 
 
 def test_what_is_said_of_a_plan_that_a_person_can_follow(tiny_plan):
@@ -96,6 +97,16 @@ def test_something_is_said_of_ops_that_make_no_plan(case, rng):
     shifted = ops.start + np.array([rng.choice([0.0, 0.0, -3.0, 5.0]) for _ in range(len(ops))])
     broken = ops.at(shifted, shifted + 1.0).take(kept)
     assert all(explain(Plan(problem, broken)))
+
+
+def test_a_plan_without_length_is_shown(tiny_problem, tmp_path):
+    plan = without_length(tiny_problem)
+    assert plan.makespan_ms == 0
+    plan.write(tmp_path / "plan.json")
+    result = CliRunner().invoke(main, ["show", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "No chart: nothing takes any time." in result.stdout
+    assert "What decides the makespan: nothing, no op takes any time." in result.stdout
 
 
 def test_nothing_is_said_of_nothing(tiny_problem):
