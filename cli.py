@@ -126,6 +126,12 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     check_output(output)
     try:
         plan = _solved(task, {name: value for name, value in options.items() if value is not None})
+    except InputError as error:
+        if error.file or error.key != "method":
+            raise
+        given = options["method"] is not None
+        where = ("--method", "") if given else (task_file, f"{task.solver_key}.method")
+        raise InputError(*where, error.message) from None
     except Infeasible as error:
         if as_json:
             print_json({"feasible": False, "message": str(error), "smallest_budget_bytes": error.smallest_budget})

@@ -26,8 +26,8 @@ class Task:
         What is to be solved.
     training
         The training part of the config, which the plan carries; None where there is nothing to train.
-    solver
-        How the file wants it solved.
+    solver, solver_key
+        How the file wants it solved, and the key under which it says so.
     extra
         Unknown keys of the plan that the problem came from, kept.
     """
@@ -35,6 +35,7 @@ class Task:
     problem: Problem
     training: dict[str, Any] | None = None
     solver: SolverConfig = field(default_factory=SolverConfig)
+    solver_key: str = "solver"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +64,7 @@ def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
         return Task(plan.problem, plan.training, extra=plan.extra)
     if kind == profiles.FORMAT:
         _no_profile(profile, "a profile")
-        return _of_profile(Profile.from_json(value, path))
+        return _of_profile(Profile.from_json(value, path), "settings.solver")
     if kind is not None:
         raise InputError(path, "format", f"expected '{plans.FORMAT}' or '{profiles.FORMAT}', not {kind!r:.40}")
     if "stages" in value or "devices" in value or "num_microbatches" in value:
@@ -96,8 +97,8 @@ def _no_profile(profile: str | Path | None, what: str) -> None:
         raise InputError("--profile", "", f"goes with a config, but {what} is given")
 
 
-def _of_profile(profile: Profile) -> Task:
-    return Task(profile.to_problem(), profile.training, profile.settings.solver)
+def _of_profile(profile: Profile, solver_key: str = "solver") -> Task:
+    return Task(profile.to_problem(), profile.training, profile.settings.solver, solver_key)
 
 
 def _of_config(config: Config, path: str | Path, profile: str | Path | None) -> Task:

@@ -19,6 +19,7 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.verify import verify_plan
 from solver.options import SolveOptions
+from tests.test_task import profile_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,7 +144,21 @@ def test_an_unknown_method_is_exit_2(solve, tiny_problem_file):
     result = solve(tiny_problem_file, "--method", "magic")
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert "'magic'" in line and "1f1b" in line
+    assert line.startswith("Error: --method: 'magic' is unknown") and "1f1b" in line
+
+
+@pytest.mark.parametrize(("method", "said"), [("magic", "'magic' is unknown"), ("dualpipe-v", "'dualpipe-v' does not")])
+def test_a_method_of_a_file_that_is_wrong_is_named_there(method, said, solve, tiny_problem):
+    config = {"problem": tiny_problem.to_json(), "solver": {"method": method}}
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    profile = profile_json()
+    profile["settings"]["solver"]["method"] = method
+    Path("profile.json").write_text(json.dumps(profile))
+    Path("with.yaml").write_text(yaml.safe_dump({"solver": {"method": method}, "profile": "profile.json"}))
+    for file, key in (("config.yaml", ""), ("with.yaml", ""), ("profile.json", "settings.")):
+        result = solve(file)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"Error: {file}: {key}solver.method: {said}")
 
 
 def test_an_old_plan_stays_whole_when_the_solver_fails(solve, monkeypatch, tiny_problem_file, tmp_path):
