@@ -18,6 +18,9 @@ from optpipe.errors import InputError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+#: Characters of a file's name that the temporary file beside it has: at most 240 of the 255 bytes of a name.
+_NAME_PART = 60
+
 # What pydantic says, in the words of someone who has to mend a file.
 _EXPECTED = {
     "missing": "is missing",
@@ -212,10 +215,11 @@ def whole_file(path: str | Path) -> Iterator[IO[str]]:
         The folder does not exist or cannot be written to, or there is something there that is no file.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise InputError(path, "", "cannot be written: it is no regular file")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
+        if target.exists() and not target.is_file():
+            raise InputError(path, "", "cannot be written: it is no regular file")
+        # A part of the name: with what is added all of it may be longer than a name can be.
+        handle, name = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name[:_NAME_PART]}.")
     except OSError as error:
         raise InputError(path, "", f"cannot be written: {error.strerror or error}") from None
     try:

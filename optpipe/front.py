@@ -152,10 +152,13 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 def check_output(path: str) -> None:
     """Refuse, before anything long begins, a place where nothing can be written."""
     target = Path(path)
-    if target.is_dir():
-        raise InputError(path, "", "cannot be written: it is a folder")
-    if target.exists() and not target.is_file():
-        raise InputError(path, "", "cannot be written: it is no regular file")
+    try:
+        if target.is_dir():
+            raise InputError(path, "", "cannot be written: it is a folder")
+        if target.exists() and not target.is_file():
+            raise InputError(path, "", "cannot be written: it is no regular file")
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(path, "", f"cannot be written: {error.strerror}") from None
     if not os.access(target.parent, os.W_OK):
         raise InputError(path, "", f"cannot be written: no folder {target.parent} that can be written to")
 

@@ -238,6 +238,23 @@ def test_a_folder_that_is_not_there(tiny_problem_file, tmp_path):
     assert "cannot be written" in only_line(result)
 
 
+@pytest.mark.parametrize("command", [["solve"], ["export", "--to", "svg"]])
+def test_a_name_that_is_too_long(command, tiny_plan_file, tmp_path):
+    result = run(*command, tiny_plan_file, "-o", tmp_path / ("p" * 256))
+    assert result.exit_code == 2
+    assert only_line(result).endswith("pp: cannot be written: File name too long")
+    result = run("export", "--to", "svg", tiny_plan_file, "-o", tmp_path / ("\N{EURO SIGN}" * 85))
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may enter every folder")
+def test_a_folder_that_may_not_be_entered(tiny_plan_file, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    result = run("export", "--to", "svg", tiny_plan_file, "-o", tmp_path / "closed" / "plan.svg")
+    assert result.exit_code == 2
+    assert only_line(result).endswith("plan.svg: cannot be written: Permission denied")
+
+
 def test_debug_shows_the_traceback(tmp_path):
     for arguments in (["--debug", "check", "no.json"], ["check", "no.json", "--debug"]):
         result = run(*arguments)
