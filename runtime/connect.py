@@ -25,7 +25,8 @@ def connect(
     ranks: Sequence[int],
     timeout_s: float,
 ) -> LocalTransport:
-    """The transport of one device's program; all ranks call it together (on NCCL it connects the links).
+    """The transport of one device's program; all ranks of the world call it together (on NCCL it connects the
+    links).
 
     Parameters
     ----------

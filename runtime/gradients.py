@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
+from runtime import groups as process_groups
+from runtime.groups import Wanted
 
 
 class GradientSync(Protocol):
@@ -48,7 +50,7 @@ class TiedWeights:
     Each rank has a copy. The copies start as the first one is; a step gives all of them the sum of their gradients, so
     that an optimiser does the same to all. Stages of one rank may as well hold the very same parameter.
 
-    All ranks of the pipeline construct it together.
+    All ranks of the world construct it together, each with the weights of its own pipeline.
 
     Parameters
     ----------
@@ -71,15 +73,18 @@ class TiedWeights:
         # Per weight: this rank's copies, and the process group of its ranks (None: one rank).
         self._shared: list[tuple[list[nn.Parameter], dist.ProcessGroup | None]] = []
         self._counted_elsewhere: set[Tensor] = set()
-        groups_of: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for copies in groups:
-            ranks = tuple(sorted({stage_ranks[copy.stage] for copy in copies}))
-            here = list(dict.fromkeys(_parameter(stages, copy) for copy in copies if copy.stage in stages))
-            if not here or (len(ranks) == 1 and len(here) == 1):
+        keys = [_wanted(copies, stage_ranks) for copies in groups]
+        held = [
+            list(dict.fromkeys(_parameter(stages, copy) for copy in copies if copy.stage in stages))
+            for copies in groups
+        ]
+        made: dict[Wanted, dist.ProcessGroup] = {}
+        if dist.is_initialized():
+            made = process_groups.make(key for key, here in zip(keys, held, strict=True) if here and len(key.ranks) > 1)
+        for copies, key, here in zip(groups, keys, held, strict=True):
+            if not here or (len(key.ranks) == 1 and len(here) == 1):
                 continue
-            if len(ranks) > 1 and ranks not in groups_of:
-                groups_of[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group = groups_of.get(ranks)
+            group = made.get(key)
             source = copies[0]
             owner = stage_ranks[source.stage]
             _make_equal(here, group, owner, first=_parameter(stages, source) if source.stage in stages else None)
@@ -106,6 +111,10 @@ class TiedWeights:
     def counts(self, parameter: Tensor) -> bool:
         """Whether a norm over all ranks is to count this rank's gradient of a parameter: of copies only the first."""
         return parameter not in self._counted_elsewhere
+
+
+def _wanted(copies: Sequence[Copy], stage_ranks: Sequence[int]) -> Wanted:
+    return Wanted("shared weights", tuple(sorted({stage_ranks[copy.stage] for copy in copies})))
 
 
 def _parameter(stages: Mapping[int, nn.Module], copy: Copy) -> nn.Parameter:

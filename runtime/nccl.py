@@ -19,42 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime import groups
 from runtime.events import CudaEvent, Event
+from runtime.groups import Wanted
 from runtime.program import Link, Message
 from runtime.transport import RankTransport
 
-# Communicators cost memory and time: a later executor with another plan uses them again.
-_groups: dict[tuple[int, int, bool], dist.ProcessGroup] = {}
-
 
 class NcclTransport(RankTransport):
-    """On NCCL. ``ranks[d]`` is the global rank that runs device d; all of them construct it together."""
+    """On NCCL. ``ranks[d]`` is the global rank that runs device d; all ranks of the world construct theirs together."""
 
     def __init__(self, *args: Any, ranks: Sequence[int]) -> None:
         super().__init__(*args)
         self._ranks = ranks
-        self._streams: dict[Link, torch.cuda.Stream] = {}
-        # One order of links on all ranks: the first use of a communicator is a rendezvous of the hosts.
-        for link in self._program.links:
-            if self._program.device in (link.sender, link.receiver):
-                self._streams[link] = torch.cuda.Stream(self._device)
-                self._connect(link)
-
-    def _connect(self, link: Link) -> None:
-        sender, receiver = self._ranks[link.sender], self._ranks[link.receiver]
-        key = (sender, receiver, link.gradient)
-        if key in _groups:
-            return
-        _groups[key] = dist.new_group([sender, receiver], backend="nccl", use_local_synchronization=True)
-        one = torch.zeros(1, device=self._device)
-        if link.sender == self._program.device:
-            dist.send(one, receiver, group=_groups[key])
-        else:
-            dist.recv(one, sender, group=_groups[key])
-        torch.cuda.synchronize(self._device)
-
-    def _group(self, link: Link) -> dist.ProcessGroup:
-        return _groups[self._ranks[link.sender], self._ranks[link.receiver], link.gradient]
+        self._groups = connect_links(self._program.links, ranks, self._program.device, self._device, "nccl")
+        self._streams = {link: torch.cuda.Stream(self._device) for link in self._groups}
 
     def _enqueue(self, link: Link, after: Event | None, start: Callable[[dist.ProcessGroup], Any]) -> CudaEvent:
         stream = self._streams[link]
@@ -63,7 +42,7 @@ class NcclTransport(RankTransport):
         if isinstance(after, CudaEvent):
             stream.wait_event(after.raw)
         with torch.cuda.stream(stream):
-            start(self._group(link)).wait()  # the link's stream waits for NCCL's own
+            start(self._groups[link]).wait()  # the link's stream waits for NCCL's own
             return CudaEvent(stream)
 
     def _announce(self, message: Message) -> None:
@@ -90,3 +69,40 @@ class NcclTransport(RankTransport):
 
     def _may_post(self, sent: Event) -> bool:
         return True
+
+
+def connect_links(
+    links: Sequence[Link], ranks: Sequence[int], number: int, device: torch.device, backend: str
+) -> dict[Link, dist.ProcessGroup]:
+    """A group for each link that device ``number`` is an end of, connected; all ranks of the world call it together.
+
+    Parameters
+    ----------
+    links
+        Of the whole pipeline, in one order on all of its ranks: the first use of a communicator is a rendezvous of the
+        hosts.
+    ranks
+        The global rank of each device of the plan.
+    number
+        This rank's device of the plan.
+    device, backend
+        Where tensors live, and what carries them.
+    """
+    wanted = {link: _wanted(link, ranks) for link in links if number in (link.sender, link.receiver)}
+    made = groups.make(wanted.values(), backend)
+    found = {link: made[key] for link, key in wanted.items()}
+    one = torch.zeros(1, device=device)
+    for link, group in found.items():
+        if link.sender == number:
+            dist.send(one, ranks[link.receiver], group=group)
+        else:
+            dist.recv(one, ranks[link.sender], group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return found
+
+
+def _wanted(link: Link, ranks: Sequence[int]) -> Wanted:
+    sender, receiver = ranks[link.sender], ranks[link.receiver]
+    what = "gradients" if link.gradient else "inputs"
+    return Wanted(f"{what} from rank {sender} to {receiver}", tuple(sorted((sender, receiver))))
