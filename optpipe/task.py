@@ -112,6 +112,20 @@ def _of_config(config: Config, path: str | Path, profile: str | Path | None) -> 
             path, "profile", f"is missing, expected the file that 'optpipe profile {path}' writes, or a problem"
         )
     problem = config.problem
+    _fits(config, problem)
     if config.memory.activation_budget_bytes is not None:
         problem = problem.with_budgets(config.budgets([0] * problem.num_devices))
     return Task(problem, config.training() if config.model is not None else None, config.solver)
+
+
+def _fits(config: Config, problem: Problem) -> None:
+    """Refuse what a config says beside its problem and the problem does not have."""
+    if config.memory.device_bytes is not None:
+        message = "needs what weights take, which a problem does not say, expected memory.activation_budget_bytes"
+        raise InputError(config.file, "memory.device_bytes", message)
+    if not config.offload.enabled and any(problem.can_offload(stage) for stage in range(problem.num_stages)):
+        raise InputError(config.file, "offload.enabled", "is false, expected a problem without channels then")
+    count = config.batch.microbatches
+    if "microbatches" in config.batch.model_fields_set and count != problem.num_microbatches:
+        message = f"is {count}, expected {problem.num_microbatches}, the problem's num_microbatches"
+        raise InputError(config.file, "batch.microbatches", message)

@@ -89,6 +89,25 @@ def test_a_budget_beside_a_problem_goes_before_its_own(tiny_problem: Problem, tm
     assert [device.memory_bytes for device in task.problem.devices] == [5, None]
 
 
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"memory": {"device_bytes": 5000}}, "memory.device_bytes: needs what weights take"),
+        ({"offload": {"enabled": False}}, "offload.enabled: is false, expected a problem without channels"),
+        ({"batch": {"microbatches": 9}}, "batch.microbatches: is 9, expected 4"),
+    ],
+)
+def test_what_a_config_says_must_fit_its_problem(section, said, tiny_problem: Problem, tmp_path):
+    path = tmp_path / "config.yaml"
+    with pytest.raises(InputError) as caught:
+        read_task(write(path, {"problem": tiny_problem.to_json(), **section}))
+    assert str(caught.value).startswith(f"{path}: {said}")
+    alike = {"batch": {"microbatches": 4}, "offload": {"enabled": True}, "memory": {"device_bytes": None}}
+    assert read_task(write(path, {"problem": tiny_problem.to_json(), **alike})).problem == tiny_problem
+    without = tiny_problem.changed(channels=()).to_json()
+    assert not read_task(write(path, {"problem": without, "offload": {"enabled": False}})).problem.channels
+
+
 def test_a_profile_carries_its_training_and_solver_settings(profile_file):
     task = read_task(profile_file)
     assert task.problem.num_microbatches == 6
