@@ -301,6 +301,14 @@ def test_any_plan_is_what_readers_of_the_format_take(seed, factor, some_without)
         assert (np.diff(memory.curve(problem, plan.ops, device)[0]) >= 0).all()
 
 
+def test_a_plan_of_centuries_is_refused(tiny_plan, tmp_path):
+    ops = tiny_plan.ops
+    Plan(tiny_plan.problem, ops.at(ops.start * 1e12, ops.end * 1e12)).write(tmp_path / "long.json")
+    result = invoke("export", tmp_path / "long.json", "--to", "trace", "-o", tmp_path / "trace.json")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: trace: its clock ends at 4.612e+12 ms, expected no later op than that\n"
+
+
 def test_memory_is_a_counter_with_the_plans_peak(tiny_plan):
     events = events_of(chrome.text_of(tiny_plan))
     counters: dict[int, list[int]] = {}

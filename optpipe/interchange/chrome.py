@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optpipe import draw, memory, semantics
+from optpipe.errors import InputError
 from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
@@ -39,6 +40,8 @@ _PLACES = 10
 _SHORTEST_OP = 2
 #: ns. To look whether something is there takes as long, and chrome://tracing cannot show it.
 _SHORTEST_WAIT = 1000
+#: ns. Readers count in 64 bits; what is added to give an op its length stays below them.
+_LAST = 2**62
 #: A colour for each kind among those that chrome://tracing has; Perfetto makes its own of the names.
 _COLOURS = {
     Kind.F: "rail_response",
@@ -68,8 +71,11 @@ class _Track(NamedTuple):
         return _PLACES * (1 + self.first + device)
 
     def ns(self, time: float) -> int:
-        """Nanoseconds on the clock of the file."""
-        return round(1e6 * (time + self.begin))
+        """Nanoseconds on the clock of the file, which ends after 146 years."""
+        found = round(1e6 * (time + self.begin))
+        if found > _LAST:
+            raise InputError("", "trace", f"its clock ends at {_LAST / 1e6:.4g} ms, expected no later op than that")
+        return found
 
 
 def text_of(plan: Plan, trace: Trace | None = None) -> str:
