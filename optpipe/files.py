@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -59,7 +60,7 @@ def read_text(path: str | Path, *, exact: bool = False) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a JSON file. NaN and infinities are refused: they are not JSON.
+    """The value of a JSON file. NaN and infinities are refused, they are not JSON; so are numbers beyond any float.
 
     Raises
     ------
@@ -70,6 +71,11 @@ def read_json(path: str | Path) -> Any:
     def refuse(constant: str) -> Any:
         raise InputError(path, "", f"{constant} is not JSON, expected a finite number")
 
+    def number(text: str) -> float:
+        if not math.isfinite(found := float(text)):
+            raise InputError(path, "", f"{text:.40} is too large, expected a finite number")
+        return found
+
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if len(keys) > len(found := dict(pairs)):
@@ -78,7 +84,7 @@ def read_json(path: str | Path) -> Any:
         return found
 
     try:
-        return json.loads(read_text(path), parse_constant=refuse, object_pairs_hook=mapping)
+        return json.loads(read_text(path), parse_constant=refuse, parse_float=number, object_pairs_hook=mapping)
     except json.JSONDecodeError as error:
         raise InputError(path, f"line {error.lineno}", f"is not JSON: {error.msg}") from None
     except RecursionError:
@@ -207,7 +213,8 @@ def _model_in(annotation: Any) -> Any:
 def whole_file(path: str | Path) -> Iterator[IO[str]]:
     """Write a text file whole or not at all: a temporary file beside it, then a rename.
 
-    A link stays, the file that it names is written.
+    A link stays, the file that it names is written. Half a character (a lone surrogate, which JSON can hold) becomes a
+    question mark.
 
     Raises
     ------
@@ -223,7 +230,7 @@ def whole_file(path: str | Path) -> Iterator[IO[str]]:
     except OSError as error:
         raise InputError(path, "", f"cannot be written: {error.strerror or error}") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

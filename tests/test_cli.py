@@ -199,6 +199,7 @@ def test_a_missing_file_is_one_line(command, tmp_path):
     [
         ('{"format": "optpipe-plan", "version": 1,', "line 1: is not JSON"),
         ('{"format": "optpipe-plan", "version": 1, "makespan_ms": NaN}', "NaN is not JSON"),
+        ('{"format": "optpipe-plan", "version": 1, "note": [-1e999]}', "-1e999 is too large, expected a finite number"),
         ('{"format": "something", "version": 1}', "format: expected 'optpipe-plan'"),
         ('{"format": "optpipe-plan", "version": 2, "problem": {}, "ops": []}', "version: expected 1, not 2"),
         ('{"format": "optpipe-plan", "version": 1, "ops": [], "makespan_ms": 1}', "problem: is missing"),
@@ -253,6 +254,15 @@ def test_a_folder_that_may_not_be_entered(tiny_plan_file, tmp_path):
     result = run("export", "--to", "svg", tiny_plan_file, "-o", tmp_path / "closed" / "plan.svg")
     assert result.exit_code == 2
     assert only_line(result).endswith("plan.svg: cannot be written: Permission denied")
+
+
+@pytest.mark.parametrize("form", ["html", "svg", "trace"])
+def test_half_a_character_in_a_name_is_no_reason_to_fail(form, tiny_plan, tmp_path):
+    tiny_plan.problem = tiny_plan.problem.changed(name="a\ud800b")
+    tiny_plan.write(tmp_path / "plan.json")
+    result = run("export", tmp_path / "plan.json", "--to", form, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "a?b" in (tmp_path / "out").read_text() or form == "trace"
 
 
 def test_debug_shows_the_traceback(tmp_path):
