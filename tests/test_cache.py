@@ -269,7 +269,7 @@ def test_broken_and_foreign_files_are_passed_over(cache: Cache) -> None:
         assert cache.store(plan) or read_head(entry.path) is not None
         entry.path.write_text(text)
     assert cache.lookup(problem) is not None
-    entry.path.write_text(text.replace('"makespan_ms": ', f'"makespan_ms": 1{"0" * 400}', 1))
+    entry.path.write_text(text.replace('"makespan_ms": ', f'"makespan_ms": 1{"0" * 400}, "was": ', 1))
     assert cache.entries() == [] and cache.lookup(problem) is None
     (cache.folder / "notes.txt").write_text("mine")
     entry.path.unlink()
