@@ -76,6 +76,12 @@ _OFFLOADING = (
         newest_first=False, reload_first=False,
     ),
 )  # fmt: skip
+#: With memory for one or two microbatches: everything leaves that has the time, and comes back no sooner than it is
+#: known when it is needed. (Back at once, it would take the place of all that could run meanwhile.)
+_CROWDED = tuple(
+    replace(policy, kept=None, share=share, prefetch=0, flight=_ANY, reload_late=True, evict=True)
+    for policy, share in ((_OFFLOADING[0], 0.8), (_OFFLOADING[0], 1.0), (_OFFLOADING[2], 9.0))
+)
 #: Where nothing can be offloaded.
 _KEEPING = tuple(
     Policy(flight=flight, flight_extra=extra, share_idle=share_idle, patience=patience, kept=None)
@@ -120,6 +126,7 @@ def _policies(tab: Tables) -> list[Policy]:
     policies = list(_OFFLOADING if any(tab.movable) else _KEEPING)
     more = policies[:3] if any(tab.movable) and tab.S > tab.D else []
     policies += [replace(policy, evict=True) for policy in more]
+    policies += _CROWDED if any(tab.movable) else ()
     if any(tab.dropped):
         policies += [replace(policy, recompute=part) for policy in policies[:2] for part in (0.5, 1.0)]
     return policies

@@ -26,7 +26,7 @@ class Policy:
         Backwards are keyed by their ideal time; otherwise they always go first.
     weight_shift
         Periods by which a W's key is later than its backward's ideal time; None: W's go last.
-    patience, share_idle, newest_first, reload_first
+    patience, share_idle, newest_first, reload_late, reload_first
         As in :class:`Rule`.
     alternation
         As in :class:`Rule`, in periods.
@@ -64,6 +64,7 @@ class Policy:
     prefetch: int = 1
     reserve: int = 1
     newest_first: bool = True
+    reload_late: bool = False
     reload_first: bool = True
     part: float = 1.0
     evict: bool = False
@@ -102,6 +103,7 @@ class Policy:
             alternation=self.alternation * period,
             evict=self.evict or any(whole > budget for whole, budget in zip(tab.whole, tab.budget, strict=True)),
             newest_first=self.newest_first,
+            reload_late=self.reload_late,
             reload_first=self.reload_first,
         )
 
@@ -196,7 +198,7 @@ def draw(tab: Tables, rng: random.Random) -> Policy:
         policy = replace(policy, recompute=rng.choice([0.0, 0.0, 0.25, 0.5, 1.0]))
     if not any(tab.movable):
         return policy
-    return replace(
+    policy = replace(
         policy,
         kept=rng.choice([0, 1, 2, 3, None]),
         share=rng.choice([0.6, 0.8, 1.0, 1.2, 1.5]),
@@ -207,3 +209,9 @@ def draw(tab: Tables, rng: random.Random) -> Policy:
         part=rng.choice([1.0, 1.0, 1.0, 0.75, 0.5, 0.34]),
         evict=rng.random() < 0.3,
     )
+    return replace(policy, reload_late=rng.random() < 0.5) if crowded(tab) else policy
+
+
+def crowded(tab: Tables) -> bool:
+    """Whether a device has memory for one or two microbatches only, and activations that can leave it."""
+    return any(tab.movable[s] > 0 and _slots(tab, s) <= 2 for s in range(tab.S))

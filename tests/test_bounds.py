@@ -47,6 +47,15 @@ def test_bounds_are_below_random_schedules_that_just_fit(case) -> None:  # type:
     assert lower_bound(problem, "span") <= metrics.span(problem, ops) * (1 + 1e-9)
 
 
+def test_where_one_microbatch_fits_it_counts_how_long_each_is_whole() -> None:
+    problem = Problem.read(str(INSTANCES / "flat-s8-m32-memS2-off1.json"))
+    tight = problem.with_budgets([1_500_000] * 8)
+    found = all_bounds(tight)
+    assert found["slots"] > 1.2 * max(value for name, value in found.items() if name != "slots")
+    # Moved whole, each is whole for F, O, R and B; kept in part, it takes what is left of the memory for long.
+    assert found["slots"] < 32 * (2 * 18.5 + 18.5 + 18.1)
+
+
 @settings(max_examples=200, deadline=None)
 @given(SEEDS)
 def test_bounds_are_below_list_schedules(seed: int) -> None:

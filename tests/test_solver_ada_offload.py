@@ -11,6 +11,7 @@ from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.ada_offload import ada_offload
+from solver.bounds import lower_bound
 from solver.feasibility import smallest_budgets
 from solver.schedules import DoesNotFit
 from tests.random_schedules import random_problem
@@ -60,3 +61,13 @@ def test_a_policy_chosen_on_fewer_microbatches_is_good_on_all() -> None:
     chosen, all_tried = ada_offload(longer, work=40_000), ada_offload(longer, work=10**9)
     assert verify(longer, chosen) == []
     assert semantics.makespan(chosen) <= 1.01 * semantics.makespan(all_tried)
+
+
+@pytest.mark.parametrize(("activations", "above"), [(1.0, 1.2), (1.25, 1.4), (1.75, 1.4), (2.0, 1.02)])
+def test_with_memory_for_one_or_two_microbatches_they_still_overlap(activations: float, above: float) -> None:
+    """One at a time takes four times the bound there."""
+    problem, _ = instance("flat-s8-m16-memS2-off1")
+    tight = problem.with_budgets([round(activations * 1_000_000)] * 8)
+    ops = ada_offload(tight)
+    assert verify(tight, ops) == []
+    assert semantics.makespan(ops) <= above * lower_bound(tight)

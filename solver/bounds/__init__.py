@@ -10,6 +10,7 @@ from optpipe.problem import Problem
 from solver.bounds.area import area
 from solver.bounds.backward_chain import backward_chain
 from solver.bounds.path import critical_path, work
+from solver.bounds.slots import slots
 from solver.bounds.two_end import two_end
 from solver.bounds.view import views
 from solver.tables import tables
@@ -21,6 +22,7 @@ _OF_A_DEVICE = {
     "work": work,
     "two ends": two_end,
     "last backward": backward_chain,
+    "slots": slots,
 }
 
 

@@ -206,6 +206,8 @@ def _start(
             before = stages[s - 1]
             cells[k - frame.m].b_ready = end + before.comm
             heapq.heappush(heap, (end + before.comm, ASK * frame.n + before.device))
+            if frame.reload_late:
+                heapq.heappush(heap, (now, ASK * frame.n + before.device))
     heapq.heappush(heap, (end, kind * frame.n + k))
     if device.begun:
         device.idle += max(0.0, now - device.busy)

@@ -158,6 +158,7 @@ class Frame:
     patience: float
     share_idle: int
     reload_lead: float
+    reload_late: int
     reload_first: int
     newest_first: int
     alternation: float
@@ -223,7 +224,8 @@ def fresh(tab: Tables, rule: Rule, eps: float) -> Run:
     )
     lists, devices = _devices(tab)
     frame = {name: [getattr(rule, name)] for name in ("reserve_all", "patience", "share_idle", "reload_lead")}
-    frame |= {name: [getattr(rule, name)] for name in ("reload_first", "newest_first", "alternation", "evict")}
+    frame |= {name: [getattr(rule, name)] for name in ("reload_late", "reload_first", "newest_first")}
+    frame |= {name: [getattr(rule, name)] for name in ("alternation", "evict")}
     frames = records(Frame, 1, frame | {"S": [tab.S], "m": [tab.m], "n": [n], "eps": [eps]})
     if COMPILED:
         return Run(frames, cells, stages, devices, np.array(lists, np.int64), np.zeros(tab.C))

@@ -44,6 +44,8 @@ class Rule:
         Stay idle rather than start a W that does not fit, as long as no device becomes the idlest by it.
     reload_lead
         A reload starts at most so long before its key (ms); infinite: whenever it fits.
+    reload_late
+        A reload starts only once it is known when the gradient arrives: until then others use the memory.
     reload_first
         Reloads before offloads on a channel that carries both.
     newest_first
@@ -71,6 +73,7 @@ class Rule:
     patience: float = 0.0
     share_idle: bool = False
     reload_lead: float = field(default=float("inf"))
+    reload_late: bool = False
     reload_first: bool = True
     newest_first: bool = True
     alternation: float = 0.0

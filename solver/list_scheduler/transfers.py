@@ -126,6 +126,8 @@ def _next_reload(
         if j >= end:
             continue
         cell = cells[base + j]
+        if frame.reload_late and cell.b_ready == INFINITY:
+            continue
         key = cell.reload_key
         earliest = key - frame.reload_lead
         if earliest > now + frame.eps and (j > stage.b_count or cell.b_ready == INFINITY):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from solver.incumbent import Incumbent
 from solver.list_scheduler import KEEP, OFFLOAD, Rule, run, to_ops
-from solver.policy import Policy, spread
+from solver.policy import Policy, crowded, spread
 from solver.search.rules import sibling
 from solver.search.score import score
 from solver.tables import Paths, Tables, least_work, paths, tables, with_parts
@@ -188,6 +188,8 @@ def changed(genome: Genome, tab: Tables, rng: random.Random) -> Genome:
         policy = replace(policy, newest_first=not policy.newest_first)
     if any(tab.offloadable) and rng.random() < 0.05:
         policy = replace(policy, evict=not policy.evict)
+    if crowded(tab) and rng.random() < 0.1:
+        policy = replace(policy, reload_late=not policy.reload_late)
     if any(tab.dropped) and rng.random() < 0.2:
         policy = replace(policy, recompute=min(1.0, max(0.0, policy.recompute + rng.gauss(0, 0.2))))
     if rng.random() < 0.1:
