@@ -1,0 +1,67 @@
+"""How many microbatches can be whole at once, and what it costs not to be.
+
+At most ``K = floor(budget / a)`` microbatches hold all of their activations a at once (one stage, no recomputation).
+One of which q bytes are moved, of g movable ones, is whole while F runs, until its transfer has ended, from the start
+of its way back on, and while B runs:
+
+    w(q) = F + q (O + R) / g + B,      w(0) = turn + B where nothing moves;
+
+and it holds, with the context until W has run,
+
+    h(q) = a w(q) + (a - q) (turn + B - w(q)) + context W      bytes x ms at least.
+
+All w's fit into K times the time from the first F to the last B's end, all h's into the budget times all of the time.
+So for every weight l from 0 to 1
+
+    T >= head + l (the least time after the last B's end) + m min over q of (l w(q) / K + (1 - l) h(q) / budget).
+
+A last backward that is fused ends later and counts as longer instead: by at least (BW - B) / K in all. With memory for
+one or two microbatches this is far above what bytes alone say, since a transfer frees nothing before its end.
+"""
+
+from __future__ import annotations
+
+from solver.bounds.view import View
+
+#: Weights l that are tried, in so many steps from 0 to 1.
+_STEPS = 24
+
+
+def slots(view: View) -> float:
+    """The bound above, ms; 0 where it says nothing."""
+    if len(view.stages) > 1 or view.dropped[0] or not view.budget or not view.activation[0]:
+        return 0.0
+    at_once = view.budget // view.activation[0]
+    if not at_once or at_once >= view.m:
+        return 0.0
+    tail, b = view.tail[0], view.input[0]
+    split = max(view.weight[0], tail) if view.own_end else tail
+    after = min(split, tail + (view.fused[0] - b) / at_once)
+    return view.head + max(_weighted(view, k / _STEPS, at_once, after) for k in range(_STEPS + 1))
+
+
+def _weighted(view: View, weight: float, at_once: int, after: float) -> float:
+    """``l after + m min over q`` for ``l = weight``."""
+    budget = view.budget or 0
+    a, b, movable = view.activation[0], view.input[0], view.movable[0]
+    # The least that a backward and its context hold, split or fused; a context may outlive an end that is not its own.
+    last = a * b
+    if view.own_end:
+        last = min(a * view.split[0] + view.context[0] * view.weight[0], a * view.fused[0])
+    stay = view.turn[0] + b
+
+    def value(q: float, w: float) -> float:
+        held = a * (w - b) + (a - q) * (stay - w) + last
+        return weight * w / at_once + (1.0 - weight) * held / budget
+
+    least = value(0.0, stay)
+    if movable > 0:
+        # Both w and h are convex in q: the least is where the slope vanishes, or at an end.
+        f, c = view.forward[0] + b, (view.out_ms[0] + view.back_ms[0]) / movable
+        # d/dq: weight c / K + (1 - weight) / budget (a c - c (a - q) - (stay - f - c q)) = 0
+        bend = 2.0 * c * (1.0 - weight) / budget
+        slope = weight * c / at_once + (1.0 - weight) / budget * (f - stay)
+        best = min(max(-slope / bend, 0.0), float(movable)) if bend > 0 else float(movable if slope < 0 else 0)
+        for q in (best, 0.0, float(movable)):
+            least = min(least, value(q, min(stay, f + c * q)))
+    return weight * after + view.m * least
