@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from optpipe.errors import Infeasible, InputError, RunFailed
@@ -143,27 +144,39 @@ def _join_and_work(
             f"started {world_size} ranks, but the run needs {ranks}: one a device of each replica and shard, "
             "times train.tensor_parallel",
         )
-    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", number))) if device == "cuda" else torch.device("cpu")
-    worker.join(number, world_size, local)
+    local = worker.join(number, world_size, torch.device(device))
 
     def send(message: Message) -> None:
         if number == 0 and on_message is not None:
             on_message(message)
 
+    with _member():
+        try:
+            result = work(Rank(number, world_size, local, send), **arguments)
+            gather.barrier()
+            return result
+        except Exception as error:
+            if not worker.lost_peer(error):
+                get_error_handler().record_exception(error)  # for torchrun's report
+                raise
+            time.sleep(LOST_PEER_WAIT_S)
+            if isinstance(error, RunFailed):
+                raise
+            raise RunFailed(f"rank {number} lost another rank: {error}") from error
+
+
+@contextlib.contextmanager
+def _member() -> Iterator[None]:
+    """What a member of the world does, which it leaves then."""
     try:
-        result = work(Rank(number, world_size, local, send), **arguments)
-        gather.barrier()
-        return result
-    except Exception as error:
-        if not worker.lost_peer(error):
-            get_error_handler().record_exception(error)  # for torchrun's report
-            raise
-        time.sleep(LOST_PEER_WAIT_S)
-        if isinstance(error, RunFailed):
-            raise
-        raise RunFailed(f"rank {number} lost another rank: {error}") from error
-    finally:
-        dist.destroy_process_group()
+        yield
+    except BaseException:
+        # Destroyed, NCCL would wait for what is enqueued; without the other ranks that never ends, and no one would
+        # hear of the error.
+        with contextlib.suppress(Exception):
+            _abort_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 @dataclass

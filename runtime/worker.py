@@ -49,12 +49,20 @@ class Rank:
     send: Callable[[dict[str, Any]], None]
 
 
-def join(rank: int, world_size: int, device: torch.device, store: Any = None) -> None:
-    """Set up this process: its threads, its GPU, its place among the ranks (by ``store``, or torchrun's variables)."""
+def join(rank: int, world_size: int, device: torch.device, store: Any = None) -> torch.device:
+    """Set up this process: its threads, its GPU, its place among the ranks (by ``store``, or torchrun's variables).
+
+    Returns
+    -------
+    torch.device
+        The device; of ``cuda`` the one with this process's number on its machine.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         torch.set_num_threads(max(1, machine.cores() // local))
     if device.type == "cuda":
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     # Small things (norms, losses, clocks) go by gloo on either device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -62,6 +70,7 @@ def join(rank: int, world_size: int, device: torch.device, store: Any = None) ->
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return device
 
 
 def lost_peer(error: BaseException) -> bool:

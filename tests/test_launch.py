@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from optpipe.errors import Infeasible, InputError, RunFailed
-from runtime import launch
+from runtime import launch, worker
 from tests import ranks
 
 
@@ -128,8 +128,8 @@ except InputError as error:
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_under_torchrun_it_joins_or_says_what_does_not_fit(world: int) -> None:
+def under_torchrun(world: int, script: str) -> list[tuple[int, str, str]]:
+    """Status, output and errors of each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -138,19 +138,72 @@ def test_under_torchrun_it_joins_or_says_what_does_not_fit(world: int) -> None:
     places |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(world)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN],
+            [sys.executable, "-c", script],
             env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    try:
+        said = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *words) for process, words in zip(started, said, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_under_torchrun_it_joins_or_says_what_does_not_fit(world: int) -> None:
+    said = [out for _, out, _ in under_torchrun(world, JOIN)]
     if world == 2:
         assert all("'total': 21" in text for text in said)
         assert "{'rank': 0}" in said[0] and "{'rank': 1}" not in said[1], "only rank 0 is heard"
     else:
         assert said[0].startswith("torchrun: started 1 ranks, but the run needs 2: one a device of each replica")
+
+
+FAIL = """
+import sys, time
+import torch.distributed as dist
+from runtime import launch
+from tests import ranks
+dist.destroy_process_group = lambda: time.sleep(1000)  # as NCCL's does where a peer is gone
+try:
+    launch.launch(ranks.fail, {"how": "error"}, 2, "cpu")
+except Exception as error:
+    print(f"{type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+def test_under_torchrun_a_failure_ends_its_rank_at_once_with_its_word_and_status() -> None:
+    (lost, _, consequence), (failed, _, cause) = under_torchrun(2, FAIL)
+    assert (failed, cause) == (3, "ValueError: boom\n")
+    assert lost == 3 and consequence.startswith("RunFailed: rank 0 lost another rank") and consequence.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables", "expected"),
+    [
+        ("cuda", {"LOCAL_RANK": "1"}, 1),
+        ("cuda", {}, 5),
+        ("cuda:2", {"LOCAL_RANK": "1"}, 2),
+    ],
+)
+def test_a_rank_takes_the_gpu_with_its_number_on_its_machine(
+    asked: str, variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    assert worker.join(5, 8, torch.device(asked)) == torch.device("cuda", expected)
+    assert taken == [torch.device("cuda", expected)]
 
 
 def test_devices_are_found_or_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
