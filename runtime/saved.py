@@ -327,6 +327,12 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in found}
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Which storage a tensor is in, of a DTensor its part on this rank: told from others as long as it lives."""
+    key: int = (_part(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+    return key
+
+
 @torch.no_grad()
 def _part(tensor: DTensor) -> Tensor:
     """A DTensor's part on this rank, once it is there."""

@@ -12,7 +12,7 @@ Deferred gradients equal the plain ones bit for bit where W runs over the microb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,11 @@ class WeightStore:
                 tensors = [one if self._packer is None else self._packer.unpack(one) for one in kept]
                 del kept
                 work(*tensors)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept, as long as all of it is on the device."""
+        for _, kept in self._work:
+            yield from (one if self._packer is None else self._packer.unpack(one) for one in kept)
 
     def __len__(self) -> int:
         return len(self._work)
@@ -117,7 +122,7 @@ def defer(work: WeightWork, *tensors: Tensor) -> bool:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``parameter.grad``, as autograd does, in the parameter's dtype."""
+    """Add to ``parameter.grad``, as autograd does, in the parameter's dtype; ``gradient`` is no one else's memory."""
     if gradient.dtype is not parameter.dtype:
         gradient = gradient.to(parameter.dtype)
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from optpipe.errors import RunFailed
 from runtime import batch_norm
 from runtime.accounting import Ledger
 from runtime.host_memory import HostPool
-from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storages
+from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storage_of, storages
 from runtime.split_backward import WeightStore, convert, deferring, together
 from runtime.transport import Parcel
 
@@ -83,6 +83,29 @@ class _Microbatch:
     store: WeightStore | None = None
 
 
+@torch.no_grad()
+def _own_memory(parameters: Iterable[nn.Parameter], given: Tensor, state: _Microbatch) -> None:
+    """First gradients of parameters, to which later ones are added in place, get memory that nothing else uses.
+
+    Autograd makes what comes to a parameter its ``.grad`` without a copy where no one else holds the same tensor. But
+    it may be a view of one that is used on: that came for the output, goes to the stage before, is kept for W, or is
+    another parameter's ``.grad``.
+    """
+    others = [given, *(state.store.tensors() if state.store is not None else ())]
+    if state.gradient.value is not None:
+        others.append(state.gradient.value)
+    used = {storage_of(tensor) for tensor in others if tensor.layout is torch.strided}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            continue
+        storage = storage_of(gradient)
+        if storage in used:
+            parameter.grad = gradient.clone()
+        used.add(storage)
+
+
 @dataclass
 class Stage:
     """A stage and its microbatches under way.
@@ -116,6 +139,7 @@ class Stage:
     _handled: Container[int] | None = None
     _changes_input: bool = True  # until a forward has shown that it does not
     _denominator: float = 1.0
+    _trained: list[nn.Parameter] = field(default_factory=list)
     _under_way: dict[int, _Microbatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,6 +174,7 @@ class Stage:
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
         parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
         self._skip = storages([*(tensor for part in parts for tensor in constants(part)), *batch])
+        self._trained = [p for part in parts for p in part.parameters() if p.requires_grad]
         self._under_way.clear()
 
     def finish(self, *, is_last: bool = True) -> None:
@@ -272,9 +297,12 @@ class Stage:
             del self._under_way[microbatch]
         if edge is not None:
             value = gradient.tensor if gradient is not None else torch.ones((), device=self.device)
+            first = [parameter for parameter in self._trained if parameter.grad is None]
             # Checkpoints inside the stage run their forwards again: as the first time.
             with deferring(state.store) if state.split else together(), batch_norm.run_again():
                 torch.autograd.backward([edge], [value])
+            if new := [parameter for parameter in first if parameter.grad is not None]:
+                _own_memory(new, value, state)
             del edge, value
         if gradient is not None:
             gradient.hold.release()

@@ -225,6 +225,23 @@ def masks() -> list[nn.Module]:
     return [masked, cached, Calls(lambda m, x: torch.cat((x[..., :8], m.layer(x)[..., 8:]), -1), layer=line())]
 
 
+def positions() -> list[nn.Module]:
+    """Parameters whose gradients are views of what the backward goes on with: they come in as views, and no sum over
+    sequences is made. Never two of the same: then plain autograd adds up wrongly."""
+
+    def add(m: Calls, x: Tensor) -> Tensor:
+        x = m.layer(x) if m.before else x
+        x = (x.reshape(1, -1, WIDTH) + m.value.unsqueeze(0)).view(x.shape)
+        return x if m.before else m.layer(x)
+
+    def added(before: bool) -> nn.Module:
+        made = Calls(add, layer=line(), value=nn.Parameter(torch.randn(ROWS * LENGTH, WIDTH)))
+        made.before = before
+        return made
+
+    return [nn.Sequential(added(True), nn.Tanh()), added(False), nn.Sequential(added(True), nn.Tanh(), added(False))]
+
+
 float64 = [TensorSpec((ROWS, LENGTH, WIDTH), torch.float64)] * 2
 ODD: dict[str, Odd] = {
     "no parameters": Odd(lambda: [nn.Tanh(), nn.Identity(), nn.Sigmoid()]),
@@ -261,6 +278,7 @@ ODD: dict[str, Odd] = {
         lambda: [nn.Sequential(nn.Embedding(TOKENS, WIDTH), nn.ReLU(inplace=True)), line()], tokens=True
     ),
     "handed on": Odd(handed_on),
+    "positions": Odd(positions),
     "weight norm": Odd(weight_norm),
     "forces": Odd(forces, tolerance=1e-5, exact=False),
     "vmap": Odd(vmapped, exact=False),
