@@ -211,7 +211,7 @@ class CudaLane:
             event.wait()
         pairs = job.start()
         # Not kept from the construction: the compute stream is whatever is current now.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin = CudaEvent(self._stream)
             for target, source in pairs:

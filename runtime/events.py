@@ -148,9 +148,10 @@ class CudaEvent:
     ``on_wait`` is called when a stream has been made to wait for it: memory that it guards may go then.
     """
 
-    __slots__ = ("_event", "on_wait")
+    __slots__ = ("_device", "_event", "on_wait")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
         self.on_wait: Callable[[], None] | None = None
@@ -164,8 +165,9 @@ class CudaEvent:
         return bool(self._event.query())
 
     def wait(self) -> None:
-        # The current stream is asked for now, never kept: under recomputation or FSDP it changes.
-        torch.cuda.current_stream().wait_event(self._event)
+        # The current stream is asked for now, never kept: under recomputation or FSDP it changes. That of the event's
+        # device, which need not be the current one.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         if self.on_wait is not None:
             self.on_wait()
 
@@ -183,17 +185,18 @@ class CpuClock:
 
 
 class CudaClock:
-    """Instants in CUDA streams, tied to the host's clock once: make a new one every step, before any work."""
+    """Instants in a device's streams, tied to the host's clock once: make a new one every step, before any work."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._anchor = torch.cuda.Event(enable_timing=True)
-        self._anchor.record()
+        self._anchor.record(torch.cuda.current_stream(device))
         self._anchor.synchronize()
         self._origin = time.perf_counter()
 
     def mark(self) -> CudaEvent:
         """The end of what the current stream has got so far."""
-        return CudaEvent(torch.cuda.current_stream())
+        return CudaEvent(torch.cuda.current_stream(self._device))
 
     def seconds(self, mark: Any) -> float:
         """A mark on ``time.perf_counter``'s clock, s; its stream must have passed it."""
@@ -205,4 +208,4 @@ Clock = CpuClock | CudaClock
 
 def clock(device: torch.device) -> Clock:
     """A clock of the device's kind."""
-    return CudaClock() if device.type == "cuda" else CpuClock()
+    return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -1,5 +1,6 @@
 """The runtime on a GPU: one rank, several stages. Skipped without one, but for what needs none."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks import offload_gpu
 from optpipe import memory
 from optpipe.ops import Kind
 from optpipe.plan import Plan
+from runtime import events
 from runtime.accounting import Ledger
 from runtime.boundary import TensorSpec
 from runtime.channel import CudaLane
@@ -24,6 +26,7 @@ from runtime.stage import dropout_seed, seeded
 from tests.pipelines import MODEL, batch, boundaries, model_problem, plan_of_orders, random_plan
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def stages_on_gpu(count, config=MODEL):
@@ -68,6 +71,79 @@ def test_random_plans_give_the_gradients_of_plain_training(seed):
     # Saved tensors differ a little between the kernels of the two kinds of device; what was measured is the CPU's.
     assert 0 < result.peak_bytes <= 1.5 * memory.peaks(plan.problem, plan.ops)[0]
     assert executor.ledger.activation_bytes == executor.ledger.message_bytes == executor.pool.in_use == 0
+
+
+@needs_two_gpus
+def test_the_device_need_not_be_the_current_one():
+    """Its compute stream is far behind: whoever waits for a stream of the current device copies what is not there."""
+    m, count, device = 4, 3, torch.device("cuda", 1)
+    plan = random_plan(model_problem(1, count, microbatches=m), 2, offload=1.0)
+    stages = {s: stage.to(device) for s, stage in stages_on_gpu(count).items()}
+    inputs, targets = ([tensor.to(device) for tensor in tensors] for tensors in batch(m))
+    evaluator = Evaluator(plan.problem, stages, boundaries(count), loss_fn, device=device)
+    with Executor(plan, stages, boundaries(count), loss_fn, device=device) as executor, torch.cuda.device(0):
+        for number in range(2):
+            for stage in stages.values():
+                stage.zero_grad()
+            with torch.cuda.device(device):
+                torch.cuda._sleep(10**9)
+            result = executor.step(inputs, targets, number=number)
+        held_out = evaluator.loss(inputs, targets)
+    evaluator.close()
+    loss, gradients = expected(count, m)
+    assert result.loss == pytest.approx(loss, rel=1e-5) and held_out == pytest.approx(loss, rel=1e-5)
+    for found, value in zip((p.grad for s in range(count) for p in stages[s].parameters()), gradients, strict=True):
+        torch.testing.assert_close(found.cpu(), value.cpu(), rtol=1e-4, atol=1e-6)
+    assert all(op.start <= op.end for op in result.ops)
+
+
+class FakeStream:
+    """Of a device, without one: it writes down what it waits for."""
+
+    def __init__(self, device):
+        self.device, self.waited = device, []
+
+    def wait_stream(self, stream):
+        self.waited.append(stream)
+
+    def wait_event(self, event):
+        self.waited.append(event.stream)
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        self.stream = None
+
+    def record(self, stream=None):
+        self.stream = stream or torch.cuda.current_stream()
+
+    def synchronize(self):
+        pass
+
+
+class Copy:
+    """A job of a lane."""
+
+    def start(self):
+        return [(torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8))]
+
+    def finish(self):
+        pass
+
+
+def test_streams_are_those_of_the_device_also_where_another_is_current(monkeypatch):
+    current = [FakeStream(torch.device("cuda", n)) for n in range(2)]
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[device.index if device else 0])
+    device = torch.device("cuda", 1)
+    lane, clock = CudaLane("d2h", device), events.clock(device)
+    assert clock._anchor.stream is clock.mark().raw.stream is current[1]
+    end = lane.submit(Copy())
+    assert lane._stream.waited == [current[1]] and end.raw.stream is lane._stream
+    end.wait()
+    assert current[1].waited == [lane._stream] and not current[0].waited
 
 
 @needs_gpu
