@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import groups
+from runtime.accounting import Hold
 from runtime.events import CudaEvent, Event
 from runtime.groups import Wanted
 from runtime.program import Link, Message
-from runtime.transport import RankTransport
+from runtime.transport import Parcel, RankTransport
 
 
 class NcclTransport(RankTransport):
@@ -34,6 +35,15 @@ class NcclTransport(RankTransport):
         self._ranks = ranks
         self._groups = connect_links(self._program.links, ranks, self._program.device, self._device, "nccl")
         self._streams = {link: torch.cuda.Stream(self._device) for link in self._groups}
+        # By the gradient that is to come: outputs that are not its place, and the end of their sending.
+        self._leaving: dict[Message, tuple[Event, Hold]] = {}
+
+    def take(self, message: Message) -> Parcel:
+        parcel = super().take(message)
+        if message in self._leaving:
+            # The gradient came behind the output's sending, and the compute stream behind the gradient.
+            self._leaving.pop(message)[1].release()
+        return parcel
 
     def _enqueue(self, link: Link, after: Event | None, start: Callable[[dist.ProcessGroup], Any]) -> CudaEvent:
         stream = self._streams[link]
@@ -51,6 +61,7 @@ class NcclTransport(RankTransport):
     def _send(self, message: Message, tensor: Tensor) -> CudaEvent:
         link = self._link(message)
         assert link is not None
+        self._release_sent()
         return self._enqueue(link, None, lambda group: dist.isend(tensor, self._ranks[link.receiver], group=group))
 
     def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
@@ -69,6 +80,15 @@ class NcclTransport(RankTransport):
 
     def _may_post(self, sent: Event) -> bool:
         return True
+
+    def _let_go(self, message: Message, hold: Hold, sent: Event) -> None:
+        # The link's stream may be yet to read it, of which the allocator does not know.
+        self._leaving[message] = sent, hold
+
+    def _release_sent(self) -> None:
+        """Release the outputs that wait only for the end of their sending, where the host sees it."""
+        for message in [message for message, (sent, _) in self._leaving.items() if sent.done]:
+            self._leaving.pop(message)[1].release()
 
 
 def connect_links(

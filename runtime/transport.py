@@ -198,17 +198,17 @@ class RankTransport(LocalTransport):
                     return
                 del self._places[message]
                 self._posted[link] += 1
-                parcel = self._buffer(message, place[0])
+                parcel = self._buffer(message, *place)
                 self._expect(message, parcel)
                 self._receive(message, parcel.tensor, place[1])
 
-    def _buffer(self, message: Message, output: Parcel) -> Parcel:
+    def _buffer(self, message: Message, output: Parcel, sent: Event) -> Parcel:
         """The place of an output that was sent, for its gradient: the same memory where no one else holds it."""
         storage, spec = output.tensor.untyped_storage(), self._spec(message)
         fits = storage.nbytes() == spec.nbytes and output.tensor.is_contiguous()
         if fits and self._ledger.holders(storage) == 1 and not _shared(storage):
             return output
-        output.hold.release()
+        self._let_go(message, output.hold, sent)
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return Parcel(buffer, self._ledger.hold(buffer))
 
@@ -236,6 +236,10 @@ class RankTransport(LocalTransport):
     def _may_post(self, sent: Event) -> bool:
         """Whether a receive into memory that was sent can be posted now."""
         raise NotImplementedError
+
+    def _let_go(self, message: Message, hold: Hold, sent: Event) -> None:
+        """Release an output whose place is not that of its gradient; ``_may_post`` was true of its sending."""
+        hold.release()
 
 
 def _ways(owners: Sequence[int], gradient: bool) -> dict[int, Link | None]:

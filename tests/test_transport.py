@@ -7,6 +7,7 @@ import torch
 from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
+from runtime import nccl
 from runtime.accounting import Ledger
 from runtime.events import CpuEvent, Failure
 from runtime.program import UNSENT, Message, build
@@ -114,6 +115,46 @@ def test_an_output_that_the_backward_needs_is_not_overwritten(first, ledger):
     assert ledger.activation_bytes == 2 * SPEC.nbytes
     saved.release()
     assert ledger.activation_bytes == SPEC.nbytes
+
+
+class Instant:
+    """A point in a stream of a GPU, without one."""
+
+    def __init__(self):
+        self.done = False
+
+    def wait(self):
+        pass
+
+
+class Enqueued(nccl.NcclTransport):
+    """NCCL's, whose streams get to an event when the test says so."""
+
+    def _enqueue(self, link, after, start):
+        return Instant()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_on_nccl_an_output_stays_until_it_is_sent(seen, ledger, monkeypatch):
+    """Nothing waits on the host there: the receive of the gradient is posted while the output is still being sent."""
+    monkeypatch.setattr(nccl, "connect_links", lambda *_: {})
+    parts = build(plan(3), 0, [SPEC.nbytes]), [0, 1], [SPEC], torch.device("cpu"), ledger, Failure()
+    transport = Enqueued(*parts, ranks=[0, 1])
+    given = parcel(ledger)
+    saved = ledger.hold(given.tensor)
+    transport.give(Message(False, 1, 0), given)
+    saved.release()  # offloaded, say
+    gradient = Message(True, 0, 0)
+    assert ledger.activation_bytes == 2 * SPEC.nbytes, "what is being sent, and the place of its gradient"
+    if seen:
+        transport._leaving[gradient][0].done = True
+        transport.give(Message(False, 1, 1), parcel(ledger))
+        assert ledger.activation_bytes == 2 * SPEC.nbytes, "that place, and what is sent now"
+    else:
+        taken = transport.take(gradient)
+        assert taken.tensor.shape == SPEC.shape
+        assert ledger.activation_bytes == SPEC.nbytes
+    assert not transport._leaving
 
 
 def test_gradients_are_received_in_the_order_in_which_they_are_sent(ledger):
