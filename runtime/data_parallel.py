@@ -52,20 +52,28 @@ class Replicas:
     def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup) -> None:
         self._stages, self._group = dict(stages), group
         self._size, first = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
+        # The last stage goes first. One order for all replicas, in which they send the same, though their stages may
+        # be ready in different ones: each may have to make room for itself.
+        self._order = sorted(self._stages, reverse=True)
+        self._parameters = _by_last_stage(self._stages, self._order)
+        self._left: list[int] = []
+        self._ready: set[int] = set()
         self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []
         with torch.no_grad():
             for tensor in _once(stages.values()):
                 dist.broadcast(_local(tensor), first, group=group)
 
     def begin(self) -> None:
-        pass
+        self._left, self._ready = list(self._order), set()
 
     @torch.no_grad()
     def ready(self, stage: int) -> None:
-        for gradients in _buckets(_gradients(self._stages[stage])):
-            flat = _flatten_dense_tensors(gradients)
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._under_way.append((work, flat, gradients))
+        self._ready.add(stage)
+        while self._left and self._left[0] in self._ready:
+            for gradients in _buckets(_gradients(self._parameters[self._left.pop(0)])):
+                flat = _flatten_dense_tensors(gradients)  # of one gradient: that itself, which is whole by now
+                work = dist.all_reduce(flat, group=self._group, async_op=True)
+                self._under_way.append((work, flat, gradients))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -146,9 +154,18 @@ def _once(stages: Iterable[nn.Module]) -> list[Tensor]:
     return list(dict.fromkeys(found))
 
 
-def _gradients(stage: nn.Module) -> Iterator[Tensor]:
-    """Of all parameters that are trained, so that replicas send the same; zeros where there is none."""
-    for parameter in stage.parameters():
+def _by_last_stage(stages: Mapping[int, nn.Module], order: Iterable[int]) -> dict[int, list[nn.Parameter]]:
+    """Each parameter once, though stages may share it: under the last one in ``order`` that holds it."""
+    stage_of = {parameter: number for number in order for parameter in stages[number].parameters()}
+    found: dict[int, list[nn.Parameter]] = {number: [] for number in stages}
+    for parameter, number in stage_of.items():
+        found[number].append(parameter)
+    return found
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """Of all that are trained, so that replicas send the same; zeros where there is none."""
+    for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

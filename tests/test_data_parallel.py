@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import permutations
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from optpipe import memory
 from optpipe.config import OptimizerConfig
+from optpipe.ops import Kind
 from runtime import data_parallel, optimizer
 from runtime.boundary import TensorSpec
 from runtime.data_parallel import Replicas, Shards, ranks_of
@@ -178,6 +182,35 @@ def shared(mesh):
     return found
 
 
+def a_weight_of_two_stages(rank: int, count: int) -> None:
+    """Two stages of a rank hold the same parameter; the first one that is ready leaves it to the other one."""
+    data_parallel.BUCKET_BYTES = 1  # each gradient travels alone
+    for order in ([2, 1, 0], [1, 0, 2]):
+        torch.manual_seed(0)
+        ours = [nn.Linear(8, 8) for _ in range(3)]
+        ours[1].weight = ours[2].weight
+        plain = copy.deepcopy(nn.Sequential(*ours))
+        plain[1].weight = plain[2].weight
+        with torch.no_grad():
+            ours[2].weight.add_(rank)
+        inputs, targets = torch.randn(2, count, M, 4, 8)
+        ops = [(Kind.F, s, j) for j in range(M) for s in range(3)]
+        ops += [(Kind.B, s, j) for j in range(M) for s in (2, 1, 0)] + [(Kind.W, s, j) for s in order for j in range(M)]
+        plan = plan_of_orders(problem_with([StageBytes(10**6, 10**6, 10**6, 1, 1)] * 3, [0] * 3, M), [ops])
+        stages, specs = dict(enumerate(ours)), [TensorSpec((4, 8))] * 2
+        syncs = [Replicas(stages, dist.group.WORLD)]
+        mse = nn.functional.mse_loss
+        with Executor(plan, stages, specs, mse, ranks=[rank], syncs=syncs) as executor:
+            for _ in range(2):
+                for module in (*ours, plain):
+                    module.zero_grad()
+                executor.step(list(inputs[rank]), list(targets[rank]))
+                for x, target in zip(inputs.flatten(0, 1), targets.flatten(0, 1), strict=True):
+                    (mse(plain(x), target) / (count * M)).backward()
+                for one, other in zip(nn.Sequential(*ours).parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(one.grad, other.grad)
+
+
 def on_ranks(rank: int, count: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     return {
@@ -213,6 +246,34 @@ def test_tensor_parallel_layers_train_as_one_process(found: list[dict], kind: st
 def test_only_modules_under_fsdp_have_shards() -> None:
     with pytest.raises(TypeError, match="stage 3 is a Linear, expected one after fully_shard"):
         Shards({3: nn.Linear(2, 2)})
+
+
+def test_a_weight_of_two_stages_of_a_rank_is_averaged_once() -> None:
+    in_processes(2, a_weight_of_two_stages)
+
+
+class Sends:
+    """In place of ``all_reduce``: what was sent."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, flat: Tensor, **_: object) -> None:
+        self.sizes.append(len(flat))
+
+
+def test_replicas_send_the_same_whichever_stage_is_ready_first(monkeypatch) -> None:
+    stages = {s: nn.Linear(2, s, bias=False) for s in (1, 3, 5)}
+    for name, value in (("get_world_size", 2), ("get_process_group_ranks", [0, 1]), ("broadcast", None)):
+        monkeypatch.setattr(dist, name, lambda *_, value=value, **__: value)
+    for order in permutations(stages):
+        monkeypatch.setattr(dist, "all_reduce", sends := Sends())
+        replicas = Replicas(stages, None)
+        for _ in range(2):
+            replicas.begin()
+            for stage in order:
+                replicas.ready(stage)
+        assert sends.sizes == [10, 6, 2] * 2
 
 
 def test_gradients_travel_in_buckets_of_one_dtype(monkeypatch) -> None:
