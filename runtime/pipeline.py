@@ -54,6 +54,8 @@ class Pipeline:
         What each stage hands to the next one; default as seen with ``example``.
     device
         Where this rank's stages live.
+    first_step
+        How many steps came before, where a run goes on: the seeds of dropout come from the numbers of steps.
     options
         As of ``Executor``: ranks, bandwidth, seed, timeout_s, syncs, fixed_order.
 
@@ -73,6 +75,7 @@ class Pipeline:
         partition: Sequence[int] | None = None,
         boundaries: Sequence[Boundary] | None = None,
         device: torch.device | str = "cpu",
+        first_step: int = 0,
         **options: Any,
     ) -> None:
         problem = plan.problem
@@ -88,7 +91,7 @@ class Pipeline:
         self.device = torch.device(device)
         self.result: StepResult | None = None
         self._holds = 0 in self.stages, problem.num_stages - 1 in self.stages
-        self._microbatches, self._number = problem.num_microbatches, 0
+        self._microbatches, self._number = problem.num_microbatches, first_step
         self._executor = Executor(plan, self.stages, boundaries, loss_fn, device=device, **options)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -101,7 +104,8 @@ class Pipeline:
                     yield parameter
 
     def step(self, inputs: Tensor | Sequence[Tensor] | None, targets: Tensor | Sequence[Tensor] | None) -> float:
-        """Forward and backward of one batch; gradients are added to ``.grad``. The loss, on every rank.
+        """Forward and backward of one batch; gradients are added to ``.grad``. The loss, on every rank: with replicas
+        the mean of theirs.
 
         Parameters
         ----------
@@ -119,8 +123,10 @@ class Pipeline:
         batch = [self._cut(*part) for part in zip(("inputs", "targets"), (inputs, targets), self._holds, strict=True)]
         self.result = self._executor.step(*batch, number=self._number)
         self._number += 1
-        loss = 0.0 if self.result.loss is None else self.result.loss
-        return sum(row[0] for row in gather.numbers([loss])) if dist.is_initialized() else loss
+        # Replicas, and ranks that make up one device together, each have a loss.
+        own = [0.0, 0.0] if self.result.loss is None else [self.result.loss, 1.0]
+        rows = gather.numbers(own) if dist.is_initialized() else [own]
+        return sum(row[0] for row in rows) / sum(row[1] for row in rows)
 
     def _cut(self, name: str, batch: Tensor | Sequence[Tensor] | None, needed: bool) -> list[Tensor] | None:
         if batch is None or not needed:
@@ -172,10 +178,14 @@ def _module(parts: Sequence[Sequence[nn.Module | None]], stage: int) -> nn.Seque
 
 
 def _seen(parts: Sequence[Sequence[nn.Module | None]], example: Tensor) -> list[TensorSpec]:
-    """What each stage hands on, by running the layers once without gradients."""
+    """What each stage hands on, by running the layers once without gradients; what they keep in buffers stays."""
     found, x = [], example
     with torch.no_grad(), batch_norm.run_again(), own_random_numbers(example.device):
         for stage in range(len(parts) - 1):
-            x = _module(parts, stage)(x)
+            module = _module(parts, stage)
+            before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            x = module(x)
+            for buffer, value in before:
+                buffer.copy_(value)
             found.append(TensorSpec(tuple(x.shape), x.dtype))
     return found

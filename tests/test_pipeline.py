@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import optpipe
@@ -19,10 +20,12 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.verify import verify_plan
 from runtime import launch
+from runtime.data_parallel import Replicas
 from runtime.own_model import measure
 from runtime.pipeline import Pipeline, join
 from solver.schedules import generate
 from tests import own_training as own
+from tests.pipelines import in_processes
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "llama.py"
 M = 4
@@ -107,6 +110,60 @@ def test_one_device_needs_no_process_group():
         assert pipeline.result is not None and pipeline.result.peak_bytes > 0
         with pytest.raises(InputError, match="inputs: are 3, expected a multiple of 4"):
             pipeline.step(*(part[:3] for part in own.batch(M, 0)))
+
+
+def side_by_side(rank: int, count: int) -> float:
+    """A replica of a pipeline on one rank, with a batch of its own; the loss."""
+    problem, counts = measured((0,))
+    plan = Plan(problem, generate("1f1b", problem, "makespan"), extra={"partition": counts})
+    layers = own.layers()
+    syncs = [Replicas({0: nn.Sequential(*layers)}, dist.group.WORLD)]
+    with Pipeline(plan, layers, own.loss_fn, own.batch(1, 0)[0], ranks=[rank], syncs=syncs) as pipeline:
+        return pipeline.step(*own.batch(M, rank))
+
+
+def test_the_loss_of_replicas_is_that_of_the_whole_batch():
+    model = nn.Sequential(*own.layers())
+    inputs, targets = (torch.cat(parts) for parts in zip(own.batch(M, 0), own.batch(M, 1), strict=True))
+    expected = float(own.loss_fn(model(inputs), targets).detach())
+    assert in_processes(2, side_by_side) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def normed() -> list[nn.Module]:
+    """Layers that keep what a forward in training changes."""
+    torch.manual_seed(1)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    return [nn.Linear(4, 4), nn.BatchNorm1d(4), spectral, nn.Linear(4, 4)]
+
+
+def test_making_a_pipeline_changes_nothing_of_the_layers():
+    problem, counts = measured((0, 0), counts=[3, 1])
+    plan = Plan(problem, generate("sequential", problem, "makespan"))
+    layers, x = normed(), torch.randn(5, 4)
+    state = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]
+    for _ in range(2):  # the second time they are converted already
+        Pipeline(plan, layers, nn.functional.mse_loss, x, partition=counts).close()
+        for layer, before in zip(layers, state, strict=True):
+            assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    expected = nn.BatchNorm1d(4)
+    expected(layers[0](x))
+    with Pipeline(plan, layers, nn.functional.mse_loss, x, partition=counts) as pipeline:
+        pipeline.step(x.repeat(M, 1), torch.randn(5 * M, 4))
+    torch.testing.assert_close(layers[1].running_mean, expected.running_mean)
+    assert int(layers[1].num_batches_tracked) == 1
+
+
+def test_a_run_that_goes_on_draws_other_random_numbers_than_at_its_start():
+    plan = Plan(problem := measured((0,))[0], generate("1f1b", problem, "makespan"))
+
+    def losses(first_step: int, steps: int) -> list[float]:
+        layers = [own.layers()[0], nn.Dropout(0.5), *own.layers()[1:]]
+        example = own.batch(1, 0)[0]
+        with Pipeline(plan, layers, own.loss_fn, example, partition=[5], first_step=first_step) as pipeline:
+            return [pipeline.step(*own.batch(M, 0)) for _ in range(steps)]
+
+    whole = losses(0, 3)
+    assert len(set(whole)) == 3 and losses(2, 1) == whole[2:]
 
 
 def test_what_does_not_fit_the_plan_is_refused():
