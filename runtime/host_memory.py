@@ -152,6 +152,8 @@ class _Space:
 
 def _page_locked(nbytes: int, locked: dict[int, Tensor]) -> Tensor:
     """uint8 (nbytes,) in pages that CUDA knows; ``locked`` keeps them, by address, until they are unlocked."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)  # CUDA takes no empty range
     memory = torch.empty(nbytes + _PAGE_BYTES, dtype=torch.uint8)
     first = -memory.data_ptr() % _PAGE_BYTES
     pages = memory[first : first + nbytes]

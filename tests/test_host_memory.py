@@ -6,6 +6,7 @@ import random
 import time
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,27 @@ def test_the_pool_hands_out_what_it_has_before_it_allocates(sizes, rng):
         pool.give(buffer)
     pool.reset_peak()
     assert pool.in_use == pool.peak == 0
+
+
+class Cuda:
+    """Page-locks nothing, and takes no empty range."""
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        return 0 if nbytes else 1
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        return 0
+
+
+def test_page_locked_memory_of_no_bytes_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    pool = HostPool(pinned=True)
+    buffers = [pool.take(nbytes) for nbytes in (0, 8, 0)]
+    assert [buffer.numel() for buffer in buffers] == [0, 8, 0]
+    for buffer in buffers:
+        pool.give(buffer)
+    assert pool.in_use == 0
+    pool.lay_out(host_layout.lay_out([]))
 
 
 def on_the_host(plan: Plan, ops, device: int) -> dict[tuple[int, int], tuple[float, float]]:
