@@ -8,9 +8,11 @@ GPipe (arXiv:1811.06965, section 2).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -67,6 +69,27 @@ class _MiniBatch(_BatchNorm):
         self.running_mean.lerp_(noted.mean, momentum)
         self.running_var.lerp_(noted.squares / (noted.values - 1), momentum)
 
+    def numbers(self) -> Tensor:
+        """What has been noted, as one row: how many values, their means, their squares; all 0 of none."""
+        assert self.running_mean is not None
+        noted: _Statistics | None = self.__dict__.get("_noted")
+        if noted is None:
+            return self.running_mean.new_zeros(1 + 2 * self.num_features, dtype=torch.float64)
+        values = noted.mean.new_tensor([noted.values], dtype=torch.float64)
+        return torch.cat([values, noted.mean.double(), noted.squares.double()])
+
+    def note(self, rows: Iterable[Tensor]) -> None:
+        """Have noted what such rows say, in their order, in place of what has been."""
+        assert self.running_mean is not None
+        together: _Statistics | None = None
+        for row in rows:
+            if values := float(row[0]):
+                mean, squares = row[1:].to(self.running_mean.dtype).chunk(2)
+                here = _Statistics(values, mean, squares)
+                together = here if together is None else together.with_(here)
+        if together is not None:
+            self._noted = together
+
 
 class MiniBatchNorm1d(_MiniBatch, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` over mini-batches."""
@@ -102,6 +125,23 @@ def move_averages(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, _MiniBatch):
             layer.move_averages()
+
+
+@torch.no_grad()
+def share(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    """What the layers of ``modules`` have noted becomes that of all ranks of ``group`` together, which call this with
+    the same layers: their averages then move by the whole of all ranks' mini-batches, to the same bits."""
+    every = dict.fromkeys(layer for module in modules for layer in module.modules() if isinstance(layer, _MiniBatch))
+    layers = [layer for layer in every if layer.running_mean is not None]
+    if not layers:
+        return
+    parts = [layer.numbers() for layer in layers]
+    own = torch.cat(parts)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    of_each = zip(*(row.split([len(part) for part in parts]) for row in rows), strict=True)
+    for layer, found in zip(layers, of_each, strict=True):
+        layer.note(found)
 
 
 class run_again:  # noqa: N801 (as a function would be called)

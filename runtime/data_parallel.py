@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from runtime import batch_norm
+
 #: Gradients travel in pieces of about so many bytes, as in DDP.
 BUCKET_BYTES = 25 << 20
 #: A forward method that FSDP stages are given.
@@ -37,7 +39,8 @@ def ranks_of(mesh: DeviceMesh, name: str) -> list[int]:
 
 
 class Replicas:
-    """Mean gradients over replicas that keep whole parameters.
+    """Mean gradients over replicas that keep whole parameters. BatchNorm's averages move by the batch of all replicas;
+    other buffers are each replica's own.
 
     All ranks of the group construct it together; parameters and buffers become those of its first rank.
 
@@ -83,6 +86,7 @@ class Replicas:
             flat.div_(self._size)
             for gradient, mean in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
                 gradient.copy_(mean)
+        batch_norm.share(self._stages.values(), self._group)
 
 
 class Shards:

@@ -218,11 +218,13 @@ class Executor:
             with own_random_numbers(self.device):
                 run.go()
             self._settle()
-            for stage in self._stages.values():
-                stage.finish(is_last=is_last)
+            step_ms = (time.perf_counter() - run.origin) * 1e3
             syncing = True
             for sync in self._syncs if is_last else ():
                 sync.finish()
+            # Behind the syncs: replicas share what BatchNorm's averages are moved by.
+            for stage in self._stages.values():
+                stage.finish(is_last=is_last)
         except BaseException as error:
             self.failure.report(error, "gradients between ranks" if syncing else run.doing)
             self._transport.abort()
@@ -234,7 +236,7 @@ class Executor:
             raise first from first.__cause__
         finally:
             self._run = None
-        return self._result(run)
+        return self._result(run, step_ms)
 
     def _handled(self, stage: int) -> set[int] | None:
         """The microbatches whose saved activations have to be in hand; None: all of them.
@@ -257,8 +259,7 @@ class Executor:
             # The plan's sizes are not the model's: from the next run on there is a place for everything.
             self.pool.lay_out(host_layout.lay_out(self._offloads, self.pool.needs()))
 
-    def _result(self, run: Run) -> StepResult:
-        step_ms = (time.perf_counter() - run.origin) * 1e3
+    def _result(self, run: Run, step_ms: float) -> StepResult:
         watch = self._parts.watch
         peak = max(self.ledger.activation_peak, 0 if watch is None else watch.peak, self._counted_peak or 0)
         if self._counted_peak is None:

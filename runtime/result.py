@@ -71,7 +71,8 @@ class StepResult:
     origin
         ``time.perf_counter()`` at the start of the step, s. Processes of one machine share this clock.
     step_ms
-        From the start of the step until its last op, transfer and send has ended.
+        From the start of the step until its last op, transfer and send has ended; what syncs do with gradients after
+        that is not in it.
     reliefs
         What the memory manager had to do, in order; nothing where the plan's sizes are the model's.
     memory

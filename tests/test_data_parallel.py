@@ -34,6 +34,7 @@ from tests.pipelines import (
     problem_with,
     random_plan,
     stage_module,
+    v_order,
 )
 from tests.test_evaluate import in_one_process
 
@@ -211,6 +212,39 @@ def a_weight_of_two_stages(rank: int, count: int) -> None:
                     torch.testing.assert_close(one.grad, other.grad)
 
 
+class Sometimes(nn.Module):
+    """A norm that is used where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if float(x.detach().sum()) > 0 else x
+
+
+def norms(rank: int, count: int) -> dict[str, list[float]]:
+    """Two stages with BatchNorm, one of whose layers both hold, on this rank's part of the batch: their averages."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8, momentum=0.3)
+    stages = {0: nn.Sequential(nn.BatchNorm1d(8), norm), 1: nn.Sequential(norm, Sometimes(), nn.Linear(8, 8))}
+    plan = plan_of_orders(problem_with([StageBytes(10**6, 10**6, 10**6, 1, 1)] * 2, [0] * 2, M), [v_order(1, M)[0]])
+    inputs, targets = torch.randn(2, STEPS, count, 2, M, 6, 8)
+    inputs += torch.arange(count).view(count, 1, 1, 1, 1) * 3
+    syncs = [Replicas(stages, dist.group.WORLD)]
+    with Executor(plan, stages, [TensorSpec((6, 8))], nn.functional.mse_loss, ranks=[rank], syncs=syncs) as executor:
+        for x, target in zip(inputs[:, rank], targets[:, rank], strict=True):
+            executor.step(list(x[0]), list(target[0]), is_last=False)
+            executor.step(list(x[1]), list(target[1]), first_microbatch=M)
+    first = nn.BatchNorm1d(8)
+    for x in inputs:
+        first(x.flatten(0, -2))
+    torch.testing.assert_close(stages[0][0].running_mean, first.running_mean)
+    torch.testing.assert_close(stages[0][0].running_var, first.running_var)
+    assert int(norm.num_batches_tracked) == int(stages[0][0].num_batches_tracked) == STEPS
+    return {f"{s}.{name}": value.tolist() for s, module in stages.items() for name, value in module.named_buffers()}
+
+
 def on_ranks(rank: int, count: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
     return {
@@ -250,6 +284,11 @@ def test_only_modules_under_fsdp_have_shards() -> None:
 
 def test_a_weight_of_two_stages_of_a_rank_is_averaged_once() -> None:
     in_processes(2, a_weight_of_two_stages)
+
+
+def test_averages_of_batch_norm_are_those_of_all_replicas() -> None:
+    first, second = in_processes(2, norms)
+    assert first == second and any(any(value) for name, value in first.items() if name == "1.1.norm.running_mean")
 
 
 class Sends:

@@ -166,6 +166,25 @@ def test_a_record_of_every_op_follows_the_plan():
             assert record.bytes == records[Kind.O, s, j].bytes
 
 
+class Slow:
+    """What gradients go through takes its time."""
+
+    def begin(self):
+        pass
+
+    def ready(self, stage):
+        pass
+
+    def finish(self):
+        time.sleep(0.5)
+
+
+def test_the_time_of_a_step_ends_before_gradients_travel():
+    with Executor(one_microbatch(Kind.F, Kind.BW), {0: stage_module(0, 1)}, [], loss_fn, syncs=[Slow()]) as executor:
+        results = [executor.step(*batch(1)) for _ in range(2)]
+    assert results[1].ops[-1].end <= results[1].step_ms < 500
+
+
 def test_an_error_in_a_stage_is_told_with_its_op():
     class Broken(nn.Module):
         def forward(self, x):
