@@ -1,11 +1,12 @@
 """What each op of a schedule needs and does. The one place that knows it: timing, memory, verification, replay and
 the executor all derive from here.
 
-Instants closer than ``TOLERANCE`` of the makespan count as one; at one instant frees come before takes.
+Instants closer than ``tolerance`` count as one; at one instant frees come before takes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +15,12 @@ import numpy as np
 from optpipe.ops import NUM_KINDS, Bools, Floats, Ints, Kind, Ops
 from optpipe.problem import Direction, Problem
 
-#: Of the makespan: instants that are closer count as one.
+#: Of the makespan: instants that are closer count as one,
 TOLERANCE = 1e-6
+#: unless some op is that short: then it is this part of the shortest one, lest an op's start and end be one instant,
+_OF_SHORTEST = 0.25
+#: but never below what rounding makes of a sum of times, of the makespan.
+_ROUNDING = 1e-12
 
 # Among ops of one instant without a duration: the order in which a microbatch goes through them.
 _PHASE = np.array([{"F": 0, "O": 1, "R": 2, "C": 2, "B": 3, "BW": 3, "W": 4}[kind.name] for kind in Kind])
@@ -62,7 +67,17 @@ class DeviceOrder:
 
 def tolerance(ops: Ops) -> float:
     """The time (ms) below which two instants of this schedule count as one."""
-    return TOLERANCE * makespan(ops)
+    return tolerance_of(ops.start, ops.end) if len(ops) else 0.0
+
+
+def tolerance_of(start: Floats, end: Floats) -> float:
+    """The same from starts and ends: float64 (n,), ms, at least one of each."""
+    length = float(end.max() - start.min())
+    if not length:
+        return 0.0
+    took = end - start
+    shortest = float(took.min(where=took > 2.0 * _ROUNDING * length, initial=length))
+    return min(TOLERANCE * length, max(_OF_SHORTEST * shortest, _ROUNDING * length))
 
 
 def makespan(ops: Ops) -> float:
@@ -136,20 +151,39 @@ def dependencies(problem: Problem, ops: Ops) -> Edges:
 def rank(ops: Ops) -> Ints:
     """int64 (n,): the ops (indices) in the plan's order.
 
-    By start, then end, so that every dependency of a valid plan points forwards; ops without a duration at one
-    instant go in the order in which a microbatch passes them.
+    By start, then end, so that every dependency of a valid plan points forwards. Of ops without a duration at one
+    instant, each microbatch's go in the order in which it passes them, and else those that free memory come first.
     """
     grid = tolerance(ops) or 1.0
-    forward = (ops.kind == Kind.F) | (ops.kind == Kind.C)
-    return np.lexsort(
-        (
-            ops.microbatch,
-            np.where(forward, ops.stage, -ops.stage),
-            _PHASE[ops.kind],
-            np.round(ops.end / grid),
-            np.round(ops.start / grid),
-        )
+    forward = (ops.kind == Kind.F) | (ops.kind == Kind.O)
+    start, end = np.round(ops.start / grid), np.round(ops.end / grid)
+    order = np.lexsort(
+        (_PHASE[ops.kind], np.where(forward, ops.stage, -ops.stage), ~forward, ops.microbatch, end, start)
     )
+    instants = np.where(start == end, start, np.nan)[order]
+    together = np.concatenate([[False], instants[1:] == instants[:-1], [False]])
+    for first, last in np.flatnonzero(together[1:] != together[:-1]).reshape(-1, 2).tolist():
+        order[first : last + 1] = _frees_first(ops, order[first : last + 1].tolist())
+    return order
+
+
+def _frees_first(ops: Ops, group: list[int]) -> list[int]:
+    """Ops by microbatch, each one's in their order: the same orders, what frees memory as early as it can be."""
+    takes = np.isin(ops.kind[group], (Kind.F, Kind.C, Kind.R)).tolist()
+    rows: dict[int, deque[tuple[int, bool]]] = {}
+    for op, microbatch, taking in zip(group, ops.microbatch[group].tolist(), takes, strict=True):
+        rows.setdefault(microbatch, deque()).append((op, taking))
+    found: list[int] = []
+    for row in rows.values():
+        while row and not row[0][1]:
+            found.append(row.popleft()[0])
+    for row in rows.values():
+        # A taker, then what it lets free.
+        while row:
+            found.append(row.popleft()[0])
+            while row and not row[0][1]:
+                found.append(row.popleft()[0])
+    return found
 
 
 def lane_keys(problem: Problem, ops: Ops) -> Ints:
@@ -259,11 +293,10 @@ def memory_waits(problem: Problem, ops: Ops, order: Ints | None = None) -> Edges
             return
         ends = np.maximum.accumulate(ops.end[freers])
         count = np.searchsorted(ends, ops.start[takers] + slack, side="right")
-        takers, last = takers[count > 0], freers[count[count > 0] - 1]
-        # Only ops without a duration can precede and depend on each other at one instant.
-        ahead = position[last] < position[takers]
-        before.append(last[ahead])
-        after.append(takers[ahead])
+        # Of ops without a duration at the taker's instant some may come after it.
+        count = np.minimum(count, np.searchsorted(position[freers], position[takers]))
+        before.append(freers[count[count > 0] - 1])
+        after.append(takers[count > 0])
 
     for number in range(problem.num_devices):
         own = device == number

@@ -16,9 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from optpipe import metrics, semantics
+from optpipe import metrics, semantics, timing
 from optpipe.ops import Ops
 from optpipe.problem import Problem
+from optpipe.verify import verify
 from solver.list_scheduler import run, to_ops
 from solver.policy import Policy
 from solver.schedules.errors import DoesNotFit
@@ -137,7 +138,16 @@ def scheduled(problem: Problem, policy: Policy) -> Ops | None:
     tab = policy.tables_for(tables(problem))
     rule = policy.rule(tab, paths(tab))
     state = run(tab, rule)
-    return None if state is None else to_ops(tab, rule, state)
+    if state is None:
+        return None
+    ops = to_ops(tab, rule, state)
+    return _retimed(problem, ops) if policy.reload_late else ops
+
+
+def _retimed(problem: Problem, ops: Ops) -> Ops:
+    """The same orders without the waits for announced gradients."""
+    early = timing.earliest(problem, ops)
+    return ops if verify(problem, early) else early
 
 
 def _value(problem: Problem, ops: Ops | None, objective: str) -> float:

@@ -173,7 +173,7 @@ def _place_idle_transfers(table: OpTable, start: Floats, took: Floats) -> None:
 
 def _places(table: OpTable, start: Floats, took: Floats) -> Ints:
     """Places by start, then end; ops without a duration at one instant as a microbatch passes them."""
-    grid = semantics.TOLERANCE * max(float((start + took).max()), 1e-9)
+    grid = semantics.tolerance_of(start, start + took) or 1.0
     kind = np.repeat(table.kind, table.microbatches)
     stage = np.repeat(table.stage, table.microbatches)
     microbatch = np.tile(np.arange(table.microbatches), len(table.kind))
