@@ -81,8 +81,8 @@ def _gap(row: Row, bound: float) -> tables.Cell:
 
 
 def _parts(results: Results, only: str, limit: float, threads: int) -> Part:
-    """AdaOffload alone, with the MILP after it, with the search after it, all of it."""
-    methods = {"ada-offload": "AdaOffload", "milp": "+ MILP", "search": "+ search", "auto": "all"}
+    """AdaOffload alone, with nothing but the MILP after it, with the search after it, all of it."""
+    methods = {"ada-offload": "AdaOffload", "milp-rows": "+ MILP", "search": "+ search", "auto": "all"}
     header, rows = ["instance", "bound", *(t for name in methods.values() for t in (name, "gap"))], []
     for name in _chosen(_PARTS, only):
         problem = Problem.read(instance_file(name))

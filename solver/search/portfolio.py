@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from optpipe.ops import Ops
-from optpipe.problem import Problem
+from optpipe.problem import LONGEST_MS, Problem
 from optpipe.timing import earliest
 from solver.ada_offload import ada_offload
 from solver.annealing import anneal
@@ -120,9 +120,9 @@ def twin(problem: Problem, rng: random.Random) -> Problem:
     }
     factor["offload_ms"] = factor["reload_ms"] = 1.0 - rng.uniform(0.0, _OFF)
     for stage in value["stages"]:
-        stage |= {kind: stage[kind] * by for kind, by in factor.items() if stage.get(kind) is not None}
+        stage |= {kind: min(LONGEST_MS, stage[kind] * by) for kind, by in factor.items() if stage.get(kind) is not None}
     late = _OFF * min(stage["forward_ms"] for stage in value["stages"]) * rng.random()
-    value["comm_ms"] = [time + late for time in value["comm_ms"]]
+    value["comm_ms"] = [min(LONGEST_MS, time + late) for time in value["comm_ms"]]
     return Problem.model_validate(value)
 
 
