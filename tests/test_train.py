@@ -147,27 +147,29 @@ def test_a_killed_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     """From the last checkpoint, cut into other stages, with the numbers of one process that was never stopped."""
     weights, log = tmp_path / "weights", tmp_path / "metrics.jsonl"
     files = {"checkpoint": str(weights), "checkpoint_every": 2, "metrics": str(log)}
-    first = config_of("line", train={**SETTINGS["train"], **files})
+    # The ranks go on until the kill arrives.
+    first = config_of("line", train={**SETTINGS["train"], **files, "steps": 1000})
     with pytest.raises(RunFailed, match="SIGKILL"):
         train(plan_of(first), on_step=lambda step: kill_last_rank() if step.step == 3 else None)
     reached = checkpoint.find(weights)[1]["step"]
-    assert reached in (2, 4)
+    assert reached >= 2 and reached % 2 == 0
 
-    second = config_of("v", train={**SETTINGS["train"], **files, "resume": str(weights)})
+    steps = reached + 3
+    second = config_of("v", train={**SETTINGS["train"], **files, "steps": steps, "resume": str(weights)})
     heard: list[Step] = []
     summary = train(plan_of(second, split=False), on_step=heard.append)
     losses, norms, parameters, _ = one_process(second)
-    assert [step.step for step in heard] == list(range(reached + 1, STEPS + 1))
+    assert [step.step for step in heard] == list(range(reached + 1, steps + 1))
     # float32, summed in another order, and clipped.
-    assert [step.loss for step in heard] == pytest.approx(losses[reached:], rel=1e-5)
-    assert [step.grad_norm for step in heard] == pytest.approx(norms[reached:], rel=1e-5)
+    assert [step.loss for step in heard] == pytest.approx(losses[reached:], rel=1e-4)
+    assert [step.grad_norm for step in heard] == pytest.approx(norms[reached:], rel=1e-4)
     state, facts = checkpoint.load(weights)
-    assert facts["step"] == STEPS and summary.steps == STEPS - reached
+    assert facts["step"] == steps and summary.steps == 3
     for name, value in parameters.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, STEPS + 1))
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, steps + 1))
 
-    with pytest.raises(InputError, match=r"^train.steps: is 5, but .* is at step 5 already"):
+    with pytest.raises(InputError, match=rf"^train.steps: is {steps}, but .* is at step {steps} already"):
         train(plan_of(second))
     wider = config_of("line", model={**SETTINGS["model"], "width": 48})
     with pytest.raises(InputError, match="is of a model whose width is 32, but the config's is 48"):
