@@ -152,3 +152,14 @@ def test_python_shown_runs(page, tmp_path, monkeypatch, tiny_problem_file):
     (tmp_path / "problem.json").write_text(tiny_problem_file.read_text())
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), {})
+
+
+def test_the_comparison_with_torch_is_the_measured_one() -> None:
+    ratios: dict[str, list[float]] = {}
+    for line in (ROOT / "benchmarks" / "results" / "runtime.md").read_text().splitlines():
+        if row := re.match(
+            r"\| \d+ x \d+, [^|]*\| ([^|,(]+?)(?: \(CSV\))? \| [^|]*\| [^|]*\| [^|]*\| ([\d.]+) \|", line
+        ):
+            ratios.setdefault(row[1], []).append(float(row[2]))
+    told = re.findall(r"^\| (\S+) \| ([\d.]+) to ([\d.]+) \|$", (ROOT / "docs" / "training.md").read_text(), re.M)
+    assert told == [(name, f"{min(found):.2f}", f"{max(found):.2f}") for name, found in ratios.items()]
