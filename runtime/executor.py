@@ -28,7 +28,7 @@ from runtime.boundary import Boundary, TensorSpec, most_bytes
 from runtime.channel import copy_lane
 from runtime.connect import connect
 from runtime.events import Failure, PeerLost
-from runtime.gradients import GradientSync
+from runtime.gradients import GradientSync, TiedWeights
 from runtime.host_memory import HostPool
 from runtime.memory_manager import MemoryManager, cuda_headroom
 from runtime.memory_watch import MemoryWatch
@@ -47,7 +47,8 @@ class Executor:
     Parameters
     ----------
     plan
-        A valid plan. Its device d is run by rank ``ranks[d]``; a plan of one device needs no process group.
+        A valid plan. Its device d is run by rank ``ranks[d]``; a plan of one device needs no process group. On NCCL
+        all ranks of the world construct their executors together, whichever pipeline they are in.
     stages
         This rank's stages by number: modules that take one tensor and give one. Linear and Embedding layers in them
         are converted in place to defer their weight gradients, BatchNorm layers to move their averages once a step.
@@ -68,7 +69,8 @@ class Executor:
     timeout_s
         A wait for another rank that takes longer ends the run.
     syncs
-        What gradients go through before ``step`` returns, in this order: ``gradients``, ``data_parallel``.
+        What gradients go through before ``step`` returns, in this order, but for ``TiedWeights``, which go last:
+        ``gradients``, ``data_parallel``.
     fixed_order
         The stages talk to other ranks while they compute, so that these must run the same ops in the same order: the
         memory manager keeps the plan's. Stages with DTensors as parameters are known to.
@@ -110,7 +112,8 @@ class Executor:
         self._number = checks.own_device(self._ranks)
         self._boundaries = list(boundaries)
         checks.check_parts(problem, self._number, self._ranks, stages, self._boundaries)
-        self._syncs = list(syncs)
+        # Copies of a shared weight are added up behind the rest: what replicas average has been on its way before.
+        self._syncs = sorted(syncs, key=lambda sync: isinstance(sync, TiedWeights))
         self.program = programs.build(plan, self._number, [most_bytes(boundary) for boundary in self._boundaries])
         self.ledger, self.failure = Ledger(), Failure()
         self.pool = HostPool(pinned=self.device.type == "cuda")

@@ -198,6 +198,24 @@ def test_a_tied_weight_that_is_not_there_is_told() -> None:
         TiedWeights([[Copy(0, "0.tokens.weight"), Copy(1, "weight")]], dict(enumerate(tied_stages(2))), [0, 0])
 
 
+def test_shared_weights_are_added_up_behind_what_replicas_do() -> None:
+    """Whichever is named first: replicas would put their mean over the sum."""
+    ours = {s: stage_module(s, 2, 0.0) for s in range(2)}
+    calls: list[str] = []
+
+    class Tied(TiedWeights):
+        def finish(self) -> None:
+            calls.append("shared")
+            super().finish()
+
+    tied = Tied([], ours, [0, 0])
+    inputs, targets = batch(2)
+    plan = random_plan(problem_of(list(ours.values()), [0, 0], 2, 2), 1)
+    with Executor(plan, ours, boundaries(2), mean_loss, syncs=[tied, Notes(calls)]) as executor:
+        executor.step(inputs, targets)
+    assert calls[-2:] == ["finish", "shared"]
+
+
 def test_runs_add_up_to_a_step() -> None:
     """Three runs of a plan of four microbatches are the step of a plan of twelve, dropout and averages too."""
     torch.manual_seed(0)
