@@ -34,6 +34,7 @@ from runtime.events import CpuEvent, Event, Failure, PeerLost
 from runtime.program import UNSENT, Link, Message, Program
 
 _JOIN_S = 10.0  # for a link's thread to end
+_JOIN_BROKEN_S = 1.0  # where it may be inside a send that no one will end
 _ABORT_TAG = (1 << 30) + 1  # that nothing is ever sent with
 
 
@@ -272,6 +273,7 @@ class GlooTransport(RankTransport):
             # A wait for a message ends only with it or with the connection: what fails in another thread breaks that.
             self._failure.wake = self.abort
         self._waiters: dict[tuple[Link, str], _Waiter] = {}
+        self._broken = False
         here, links = self._program.device, self._program.links
         ends = {link.receiver if link.sender == here else link.sender for link in links if here in link[:2]}
         self._peers = sorted(ranks[end] for end in ends)
@@ -282,7 +284,11 @@ class GlooTransport(RankTransport):
     def _waiter(self, link: Link, doing: str, peer: int) -> _Waiter:
         key = (link, doing)
         if key not in self._waiters:
-            self._waiters[key] = _Waiter(self._ranks[peer], self._failure)
+            # A receive that is posted early may wait as long as it takes. A send that is under way when its connection
+            # breaks is forgotten by gloo (it wakes those not begun, and receives), and ends only by its time: beyond
+            # that of what computes, which is to say first what it waits for.
+            longest = 2 * self._timeout_s if doing == "sending" else None
+            self._waiters[key] = _Waiter(self._ranks[peer], self._failure, longest)
         return self._waiters[key]
 
     def _announce(self, message: Message) -> None:
@@ -298,10 +304,13 @@ class GlooTransport(RankTransport):
         # Who waits for a place among the unsent messages finds the memory of this one booked out.
         peer, tag = self._ranks[link.receiver], self._tag(message)
         event = CpuEvent(self._failure, _Label(message, "to reach rank", peer), self._timeout_s, wakes_last=True)
+
+        def start() -> Any:
+            self._failure.check()
+            return _world().send([_real(tensor)], peer, tag)
+
         # Started by the link's thread: gloo copies into the socket at once, and what computes shall not wait for that.
-        self._waiter(link, "sending", link.receiver).put(
-            lambda: _world().send([_real(tensor)], peer, tag), tensor, event
-        )
+        self._waiter(link, "sending", link.receiver).put(start, tensor, event)
         return event
 
     def _receive(self, message: Message, buffer: Tensor, after: Event | None) -> None:
@@ -331,6 +340,7 @@ class GlooTransport(RankTransport):
         return sent.done
 
     def abort(self) -> None:
+        self._broken = True
         # gloo's own abort wakes no one. A wait that times out does: it breaks the connections to all ranks.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
@@ -340,7 +350,7 @@ class GlooTransport(RankTransport):
 
     def close(self) -> None:
         for waiter in self._waiters.values():
-            waiter.close()
+            waiter.close(_JOIN_BROKEN_S if self._broken else _JOIN_S)
         self._waiters.clear()
 
 
@@ -419,10 +429,14 @@ class _Receipt:
 
 
 class _Waiter:
-    """A thread that starts the sends of one link, or waits for its receives, in order, and sets their events."""
+    """A thread that starts the sends of one link, or waits for its receives, in order, and sets their events.
 
-    def __init__(self, peer: int, failure: Failure) -> None:
+    ``longest_s``: how long it waits for one of them; None: as long as the process group does.
+    """
+
+    def __init__(self, peer: int, failure: Failure, longest_s: float | None) -> None:
         self.peer, self._failure = peer, failure
+        self._wait = () if longest_s is None else (timedelta(seconds=longest_s),)
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Tensor, CpuEvent] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"link to rank {peer}", daemon=True)
         self._thread.start()
@@ -431,10 +445,10 @@ class _Waiter:
         """What gives a work to wait for, with its tensor, which has to live until then."""
         self._queue.put((start, tensor, event))
 
-    def close(self) -> None:
+    def close(self, wait_s: float) -> None:
         """End the thread, once it has waited for what it was given; a wait that never ends has to be aborted first."""
         self._queue.put(None)
-        self._thread.join(_JOIN_S)
+        self._thread.join(wait_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -442,7 +456,7 @@ class _Waiter:
             try:
                 try:
                     work = start()
-                    work.wait()
+                    work.wait(*self._wait)
                 except RuntimeError as error:
                     raise _lost(self.peer, event.label, error) from None
                 del start, work, tensor, item  # before the callbacks: they look at who holds the memory

@@ -3,9 +3,10 @@ answer to compare with, and groups of processes that run many plans each."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -287,47 +288,62 @@ def in_processes(
     A failure anywhere fails the test with that process's traceback. Where not all are to survive, the others answer
     None, and no one waits for them.
     """
+    for _ in range(2):
+        with contextlib.suppress(_NotConnected):
+            return _in_processes(count, work, timeout_s, survivors)
+    return _in_processes(count, work, timeout_s, survivors)
+
+
+class _NotConnected(AssertionError):
+    """The ranks did not come together: where many processes start at once, gloo sometimes loses a connection."""
+
+
+def _in_processes(
+    count: int, work: Callable[[int, int], object], timeout_s: float, survivors: Sequence[int] | None
+) -> list[object]:
     answering = range(count) if survivors is None else survivors
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results: mp.SimpleQueue = context.SimpleQueue()
     os.environ["OMP_NUM_THREADS"] = "1"
-    processes = [
-        context.Process(target=_child, args=(rank, count, port, work, results, survivors is None), daemon=True)
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
     found: dict[int, object] = {}
-    try:
-        deadline = time.monotonic() + timeout_s
-        while len(found) < len(answering):
-            while results.empty():
-                assert time.monotonic() < deadline, f"no answer after {timeout_s} s; answered: {sorted(found)}"
-                dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
-                assert not dead or not results.empty(), f"a process ended with status {dead[0]}"
-                processes[0].join(0.05)
-            rank, error, value = results.get()
-            assert error is None, f"rank {rank}:\n{error}"
-            found[rank] = value
-    finally:
+    # They meet at a file: a port that is free now may be another's when they come to it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        place = f"{folder}/ranks"
+        processes = [
+            context.Process(target=_child, args=(rank, count, place, work, results, survivors is None), daemon=True)
+            for rank in range(count)
+        ]
         for process in processes:
-            process.join(10 if len(found) == count else 0)
-            if process.is_alive():
-                process.kill()
+            process.start()
+        try:
+            deadline = time.monotonic() + timeout_s
+            while len(found) < len(answering):
+                while results.empty():
+                    assert time.monotonic() < deadline, f"no answer after {timeout_s} s; answered: {sorted(found)}"
+                    dead = [code for rank in answering if (code := processes[rank].exitcode) not in (None, 0)]
+                    assert not dead or not results.empty(), f"a process ended with status {dead[0]}"
+                    processes[0].join(0.05)
+                rank, error, value = results.get()
+                if error is not None:
+                    lost = "connectFullMesh failed" in error
+                    raise (_NotConnected if lost else AssertionError)(f"rank {rank}:\n{error}")
+                found[rank] = value
+        finally:
+            for process in processes:
+                process.join(10 if len(found) == count else 0)
+                if process.is_alive():
+                    process.kill()
     return [found.get(rank) for rank in range(count)]
 
 
 def _child(
-    rank: int, count: int, port: int, work: Callable[[int, int], object], results: mp.SimpleQueue, together: bool
+    rank: int, count: int, place: str, work: Callable[[int, int], object], results: mp.SimpleQueue, together: bool
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"file://{place}",
             rank=rank,
             world_size=count,
             timeout=timedelta(seconds=60),
