@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from optpipe import partition
 from optpipe.errors import InputError
 from optpipe.problem import Problem
-from runtime import batch_norm, partition
+from runtime import batch_norm
 from runtime.accounting import Ledger
 from runtime.host_memory import HostPool
 from runtime.stage import LossFn, Stage, measure_bytes, own_random_numbers

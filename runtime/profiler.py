@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from optpipe import partition
 from optpipe.config import Config
 from optpipe.ops import Kind
 from optpipe.profile import (
@@ -28,7 +29,7 @@ from optpipe.profile import (
     Timing,
     TrialProfile,
 )
-from runtime import conditions, costs, data, gather, launch, links, optimizer, parallel, partition, samples, stages
+from runtime import conditions, costs, data, gather, launch, links, optimizer, parallel, samples, stages
 from runtime.data import VOCABULARY, batch_shape
 from runtime.executor import Executor, OpRecord
 from runtime.model import loss_fn

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import partition
+from optpipe import partition
 
 
 def best_by_trying_all(costs: list[float], stage_devices: list[int]) -> float:
