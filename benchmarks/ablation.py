@@ -25,13 +25,17 @@ _PARTS = (
 )
 
 #: Families of valid rows in the MILP.
-_CUTS: dict[str, dict[str, bool]] = {
+_CUTS: dict[str, dict[str, bool | str]] = {
     "none": {"load": False, "staircase": False},
-    "triangles": {"load": False, "staircase": False, "triangles": True},
+    "lazy triangles": {"load": False, "staircase": False, "triangles": "lazy"},
+    "triangles": {"load": False, "staircase": False, "triangles": "all"},
     "staircase": {"load": False},
     "load": {"staircase": False},
+    "load, lazy triangles": {"staircase": False, "triangles": "lazy"},
+    "load, triangles": {"staircase": False, "triangles": "all"},
     "load, staircase": {},
-    "load, staircase, triangles": {"triangles": True},
+    "load, staircase, lazy triangles": {"triangles": "lazy"},
+    "load, staircase, triangles": {"triangles": "all"},
 }
 _CUT_INSTANCES = ("unit-s4-m8-memS-nooff", "flat-s4-m8-meminf-nooff", "unit-s8-m16-memS-nooff", "flat-s4-m8-memS2-off1")
 #: Sizes of `flat` with offload that the MILP solves, and the seeds over which its time is averaged.
@@ -120,7 +124,7 @@ def _cuts(results: Results, only: str, limit: float, threads: int) -> Part:
 def _means(found: list[Row]) -> list[tables.Cell]:
     gaps = [1.0 - (row["program_bound_ms"] or 0.0) / row["program_ms"] for row in found if row["program_ms"]]
     return [
-        found[0]["rows"],
+        f"{mean(row['rows'] for row in found):.0f}",
         f"{sum(row['status'] == 'optimal' for row in found)} of {len(found)}",
         f"{mean(row['solve_s'] for row in found):.2f}",
         f"{mean(row['nodes'] for row in found):.0f}",

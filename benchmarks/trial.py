@@ -156,6 +156,7 @@ def milp_rows(problem: Problem, asked: Asked) -> Result:
     ops = None if found.solution is None else schedule(program, found.solution)
     return {
         **size,
+        "rows": found.rows,
         "status": found.status,
         "start_ms": upper,
         "program_ms": _finite(found.objective),

@@ -16,7 +16,6 @@ from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.list_scheduler import list_schedule
 from solver.milp import highs
-from solver.milp.cuts import broken_triangles, open_triples
 from solver.milp.extract import schedule
 from solver.milp.formulation import Formulation, Options, formulate, free_window
 from solver.milp.highs import MilpResult, Settings
@@ -79,7 +78,7 @@ def test_valid_rows_cut_no_optimum_off(seed: int) -> None:
     bare = Options(load=False, staircase=False)
     values = [
         solved(formulate(problem, options)).objective
-        for options in (bare, Options(), Options(triangles=True), Options(load=True, staircase=False))
+        for options in (bare, Options(), Options(triangles="all"), Options(load=True, staircase=False))
     ]
     assert values == pytest.approx([values[0]] * len(values), rel=1e-6)
 
@@ -93,7 +92,7 @@ def test_schedules_break_no_row_and_stay_in_their_windows(seed: int) -> None:
     if ops is None or (ops.kind == Kind.C).any():
         return
     for objective, value in (("makespan", semantics.makespan(ops)), ("span", metrics.span(problem, ops))):
-        program = formulate(problem, Options(objective=objective, triangles=True), upper=value)
+        program = formulate(problem, Options(objective=objective, triangles="all"), upper=value)
         vector = program.vector_of(ops)
         if vector is None:
             assert problem.num_stages > 1 or (ops.kind == Kind.O).any()
@@ -252,20 +251,6 @@ def test_too_large_a_program_is_not_built() -> None:
     found = solve_milp(problem, None, time_limit=1)
     assert found.ops is None
     assert found.facts["status"] == "too large"
-
-
-def test_triangles_find_cycles() -> None:
-    """An order with a cycle breaks a triangle row; nothing but halves breaks none."""
-    program = formulate(Problem.read(INSTANCES / "unit-s4-m8-meminf-nooff.json"))
-    device = program.devices[0]
-    halves = np.where(program.matrix.integer, 0.5, 0.0)
-    assert len(broken_triangles(device, halves, 10)[0]) == 0
-    p, q, r = (int(ops[0]) for ops in open_triples(device))
-    cycle = halves.copy()
-    for a, b in ((p, q), (q, r), (r, p)):
-        cycle[device.column[a, b]] = (1.0 - device.const[a, b]) * device.sign[a, b]
-    found = zip(*(part.tolist() for part in broken_triangles(device, cycle, 1000)), strict=True)
-    assert {p, q, r} in [set(triple) for triple in found]
 
 
 @given(seeds)

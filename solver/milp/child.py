@@ -58,7 +58,7 @@ class _Run:
         self.matrix, self.settings, self.start = matrix, settings, start
         self.on_improvement, self.stop = on_improvement, stop
         self.began = time.monotonic()
-        self.bound, self.objective, self.nodes = -INF, INF, 0
+        self.bound, self.objective, self.nodes, self.lazy_rows = -INF, INF, 0, 0
         self.solution: Floats | None = None
         if start is not None and matrix.violation(start) <= 1e-6:
             self.solution, self.objective = start, float(matrix.cost @ start)
@@ -80,15 +80,16 @@ class _Run:
             solution=self.solution,
             seconds=time.monotonic() - self.began,
             nodes=self.nodes,
-            rows=self.matrix.num_rows,
+            rows=self.matrix.num_rows + self.lazy_rows,
             columns=self.matrix.num_columns,
             binaries=self.matrix.num_binaries,
             message=message,
+            lazy_rows=self.lazy_rows,
         )
 
     def _talk(self, child: Process) -> tuple[str, str]:
         """Send the program, take messages until the child is done or out of time; status and message."""
-        arrays = dict(zip(Matrix._fields, self.matrix, strict=True))
+        arrays = self.matrix.arrays()
         if self.start is not None:
             arrays["start"] = self.start
         child.send(asdict(self.settings) | {"began": self.began}, arrays)
@@ -114,6 +115,7 @@ class _Run:
         """Take one message; status and message if it is the last one."""
         self.bound = max(self.bound, float(header["bound"]))
         self.nodes = int(header["nodes"])
+        self.lazy_rows = int(header.get("lazy_rows", 0))
         if "solution" in arrays and header["objective"] < self.objective + 1e-9 * abs(self.objective):
             self.objective, self.solution = float(header["objective"]), arrays["solution"]
             if self.on_improvement is not None and header["kind"] == "improved":

@@ -45,7 +45,7 @@ def add_sure_order(model: Model, precedence: DevicePrecedence) -> DeviceOrder:
     place = np.full(model.table.num_ops, -1, np.int64)
     place[ops] = np.arange(n)
     const = precedence.sure.astype(np.float64)
-    device = DeviceOrder(precedence, const, np.zeros((n, n)), np.full((n, n), -1, np.int64), place)
+    device = DeviceOrder(const, np.zeros((n, n)), np.full((n, n), -1, np.int64), precedence, place)
     model.devices.append(device)
     return device
 

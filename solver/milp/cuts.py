@@ -12,6 +12,7 @@ alone sees the critical path only.
 **Staircase rows.** Where y surely runs before z, ``before(x, y) <= before(x, z)``.
 
 **Triangle rows.** Of three ops, ``before(x, y) + before(y, z) - before(x, z) <= 1``: there are no cycles.
+There are O(n^3) of them, so they can also be added lazily (see ``lazy``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from optpipe.ops import Bools, Floats, Ints, Kind
 from solver.milp.model import DeviceOrder, Model
+from solver.milp.orders import open_triples, triangle_rows
 from solver.milp.sparse import INF
 
 
@@ -144,39 +146,8 @@ def _ordered(model: Model, device: DeviceOrder, x: Ints, y: Ints, z: Ints) -> No
 def add_triangle_rows(model: Model, device: DeviceOrder) -> None:
     """Both triangle rows of every three ops whose orders are all open."""
     x, y, z = open_triples(device)
-    _triangle(model, device, x, y, z)
-    _triangle(model, device, z, y, x)
-
-
-def open_triples(device: DeviceOrder) -> tuple[Ints, Ints, Ints]:
-    """Triples x < y < z of which every pair is open."""
-    is_open = np.triu(device.column >= 0)
-    x, y = np.nonzero(is_open)
-    pair, z = np.nonzero(is_open[x] & is_open[y])
-    return x[pair], y[pair], z
-
-
-def _triangle(model: Model, device: DeviceOrder, x: Ints, y: Ints, z: Ints) -> None:
-    ops, const = device.ops, device.const
-    terms = [
-        (device.column[x, y], device.sign[x, y]),
-        (device.column[y, z], device.sign[y, z]),
-        (device.column[x, z], -device.sign[x, z]),
-    ]
-    side = 1.0 - const[x, y] - const[y, z] + const[x, z]
-    model.builder.rows("triangle_{}_{}_{}", (ops[x], ops[y], ops[z]), -INF, side, terms)
-
-
-def broken_triangles(device: DeviceOrder, x: Floats, most: int, least: float = 0.02) -> tuple[Ints, Ints, Ints]:
-    """The triangle rows that ``x`` breaks by more than ``least``, the most broken first, at most ``most`` of them: ops
-    (p, q, r) with ``before(p, q) + before(q, r) - before(p, r) > 1 + least``."""
-    before = device.const + np.where(device.column >= 0, device.sign * x[device.column], 0.0)
-    p, q, r = open_triples(device)
-    one = before[p, q] + before[q, r] - before[p, r] - 1.0
-    # The other direction of the same three: before(r, q) + before(q, p) - before(r, p).
-    other = before[r, q] + before[q, p] - before[r, p] - 1.0
-    excess = np.concatenate([one, other])
-    first, middle, last = np.concatenate([p, r]), np.concatenate([q, q]), np.concatenate([r, p])
-    worst = np.argsort(-excess, kind="stable")[:most]
-    worst = worst[excess[worst] > least]
-    return first[worst], middle[worst], last[worst]
+    ops = device.ops
+    for a, b, c in ((x, y, z), (z, y, x)):
+        rows = triangle_rows(device, a, b, c)
+        terms = list(zip(rows.column.T, rows.value.T, strict=True))
+        model.builder.rows("triangle_{}_{}_{}", (ops[a], ops[b], ops[c]), -INF, rows.upper, terms)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from optpipe.problem import Problem
 from solver.milp import compute, cuts, fluid, memory, reload_memory, transfer_cuts, transfers
 from solver.milp.incumbent import Incumbent, incumbent
 from solver.milp.model import Bits, DeviceOrder, Model, Objective
+from solver.milp.orders import flat
 from solver.milp.precedence import (
     DevicePrecedence,
     Windows,
@@ -36,6 +38,9 @@ from solver.milp.precedence import (
 )
 from solver.milp.sparse import Family, Matrix, spelled
 from solver.milp.table import OpTable, op_table
+
+#: Triangle rows: none, all of them, or where a solution of the relaxation breaks them (see ``lazy``).
+Triangles = Literal["none", "lazy", "all"]
 
 #: How often windows and orders are derived from each other.
 _ROUNDS = 3
@@ -64,8 +69,11 @@ class Options:
         Rows that every schedule of the problem obeys (see ``fluid``), for bounds; its solutions are no schedules.
     devices
         With ``relaxed``: the devices that do one op at a time and have a budget; None: all. The others only delay.
-    load, staircase, triangles
+    load, staircase
         Families of valid rows, see ``cuts``.
+    triangles
+        Of those rows none, all, or ``lazy``: HiGHS starts from those that the relaxation breaks. Other back ends, and
+        files, have none of them then.
     """
 
     objective: Objective = "makespan"
@@ -76,7 +84,7 @@ class Options:
     devices: tuple[int, ...] | None = None
     load: bool = True
     staircase: bool = True
-    triangles: bool = False
+    triangles: Triangles = "none"
 
 
 @dataclass(frozen=True)
@@ -301,8 +309,10 @@ def _write(model: Model, devices: Sequence[DevicePrecedence], options: Options, 
             cuts.add_load_rows(model, device)
         if options.staircase:
             cuts.add_staircase_rows(model, device)
-        if options.triangles:
+        if options.triangles == "all":
             cuts.add_triangle_rows(model, device)
+        elif options.triangles == "lazy":
+            model.builder.orders.append(flat(number, device))
 
 
 def _leaky(problem: Problem, table: OpTable, options: Options, device: int) -> bool:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import highspy
 import numpy as np
 
 from optpipe.ops import Floats
+from solver.milp.lazy import cut
+from solver.milp.orders import Rows
 from solver.milp.sparse import INF, Matrix
 
 #: Called with (objective, bound, seconds, vector) for every better solution.
 OnImprovement = Callable[[float, float, float, Floats], None]
 #: Asked now and then with the bound so far; True: stop.
 Stop = Callable[[float], bool]
+#: Of the time: what the relaxation may take before branch and bound, where rows are added lazily.
+_ROOT_PART = 0.1
 
 _STATUS = {
     highspy.HighsModelStatus.kOptimal: "optimal",
@@ -81,6 +85,8 @@ class MilpResult:
         What went wrong, where something did.
     iterations
         Of the simplex method, where it ran in this process.
+    lazy_rows
+        Rows that were added because a solution of the relaxation broke them; ``rows`` counts them too.
     """
 
     status: str
@@ -94,6 +100,7 @@ class MilpResult:
     binaries: int
     message: str = ""
     iterations: int = 0
+    lazy_rows: int = 0
 
     def facts(self) -> dict[str, Any]:
         """What there is to report of it."""
@@ -105,6 +112,7 @@ class MilpResult:
             "binaries": self.binaries,
             "seconds": round(self.seconds, 3),
         }
+        facts |= {"lazy_rows": self.lazy_rows} if self.lazy_rows else {}
         return facts | ({"message": self.message} if self.message else {})
 
 
@@ -141,6 +149,50 @@ def solve(
     """
     settings = settings or Settings()
     began = time.monotonic()
+    if not len(matrix.orders.column):
+        return _branch(matrix, settings, start, on_improvement, stop)
+    root = _Root(matrix, settings, stop)
+    found = cut(root, matrix.orders, matrix.num_rows, began + _ROOT_PART * settings.time_limit, stop)
+    whole = matrix.with_rows(found.rows)
+    if stop is not None and stop(found.bound):
+        result = _stopped(whole, start)
+    else:
+        left = replace(settings, time_limit=settings.time_limit - (time.monotonic() - began))
+        result = _branch(whole, left, start, on_improvement, stop)
+    return replace(
+        result,
+        bound=max(result.bound, min(found.bound, result.objective)),
+        seconds=time.monotonic() - began,
+        iterations=result.iterations + root.iterations,
+        lazy_rows=len(found.rows.upper),
+    )
+
+
+def _stopped(matrix: Matrix, start: Floats | None) -> MilpResult:
+    """What is known before branch and bound."""
+    holds = start is not None and matrix.violation(start) <= 1e-6
+    return MilpResult(
+        status="stopped",
+        objective=float(matrix.cost @ start) if start is not None and holds else INF,
+        bound=-INF,
+        solution=start if holds else None,
+        seconds=0.0,
+        nodes=0,
+        rows=matrix.num_rows,
+        columns=matrix.num_columns,
+        binaries=matrix.num_binaries,
+    )
+
+
+def _branch(
+    matrix: Matrix,
+    settings: Settings,
+    start: Floats | None,
+    on_improvement: OnImprovement | None,
+    stop: Stop | None,
+) -> MilpResult:
+    """Branch and bound, or the simplex method where nothing is integer."""
+    began = time.monotonic()
     solver = _Quiet()
     _configure(solver, settings)
     _check(solver.passModel(highs_lp(matrix)), "the model")
@@ -167,6 +219,46 @@ def solve(
         solver.cbMipInterrupt.subscribe(ask)
     solver.run()
     return _result(solver, matrix, time.monotonic() - began)
+
+
+class _Root:
+    """The relaxation of a program (see ``lazy.Relaxation``). ``iterations``: of the simplex method so far."""
+
+    def __init__(self, matrix: Matrix, settings: Settings, stop: Stop | None) -> None:
+        self.iterations = 0
+        self._solver = _Quiet()
+        _configure(self._solver, settings)
+        free = matrix._replace(integer=np.zeros_like(matrix.integer))
+        _check(self._solver.passModel(highs_lp(free)), "the relaxation")
+        if stop is not None:
+            wanted = stop
+
+            def ask(event: highspy.highs.HighsCallbackEvent) -> None:
+                if event.data_in is not None and wanted(-INF):
+                    event.data_in.user_interrupt = True
+
+            self._solver.cbSimplexInterrupt.subscribe(ask)
+
+    def solve(self, seconds: float) -> tuple[float, Floats] | None:
+        """Its optimum and a solution; None where there is none, or none in so many seconds."""
+        solver = self._solver
+        if seconds <= 0:
+            return None
+        # The limit counts from the first run of this solver on.
+        solver.setOptionValue("time_limit", solver.getRunTime() + seconds)
+        solver.run()
+        info = solver.getInfo()
+        self.iterations += max(0, int(info.simplex_iteration_count))
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return info.objective_function_value, np.array(solver.getSolution().col_value)
+
+    def add(self, rows: Rows) -> None:
+        """Add rows; the next run goes on from where this one ended."""
+        count = len(rows.upper)
+        first, column = 3 * np.arange(count, dtype=np.int32), rows.column.ravel().astype(np.int32)
+        sides = np.full(count, -INF), rows.upper
+        _check(self._solver.addRows(count, *sides, len(column), first, column, rows.value.ravel()), "more rows")
 
 
 def _configure(solver: highspy.Highs, settings: Settings) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from optpipe.ops import Bools, Floats, Ints, Kind
 from optpipe.problem import Problem
+from solver.milp.orders import OrderBits
 from solver.milp.precedence import SLACK, DevicePrecedence, Windows
 from solver.milp.sparse import INF, Builder, Term
 from solver.milp.table import OpTable
@@ -48,14 +49,10 @@ class Bits:
 
 
 @dataclass
-class DeviceOrder:
-    """Order bits of one device: ``before[q, x] = const[q, x] + sign[q, x] * column[q, x]``, for places q and x in
-    ``precedence.ops``; ``column`` is -1 where the order is sure."""
+class DeviceOrder(OrderBits):
+    """Order bits of one device, for places in ``precedence.ops``; where ``column`` is -1 the order is sure."""
 
     precedence: DevicePrecedence
-    const: Floats
-    sign: Floats
-    column: Ints
     place: Ints
 
     @property

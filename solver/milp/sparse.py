@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe.ops import Bools, Floats, Ints
+from solver.milp.orders import NO_ORDERS, Orders, Rows, joined_orders
 
 INF = float("inf")
+#: Before the names of ``Matrix.orders`` in a message.
+_ORDERS = "orders."
 
 #: A term of a family of rows: one column (-1: none) and one coefficient for each row.
 Term = tuple[Any, Any]
@@ -41,6 +44,9 @@ class Matrix(NamedTuple):
         Rows in compressed form: entries ``first[r]`` to ``first[r + 1]`` of ``column`` and ``value`` are row r's.
     row_lower, row_upper
         Per row.
+    orders
+        Order bits whose triangle rows may be added where a solution of the relaxation breaks them (see ``lazy``); they
+        hold at every integer solution.
     """
 
     cost: Floats
@@ -52,6 +58,7 @@ class Matrix(NamedTuple):
     value: Floats
     row_lower: Floats
     row_upper: Floats
+    orders: Orders = NO_ORDERS
 
     @property
     def num_columns(self) -> int:
@@ -86,6 +93,28 @@ class Matrix(NamedTuple):
         ]
         return max([0.0] + [float(part.max()) for part in parts if len(part)])
 
+    def with_rows(self, more: Rows) -> Matrix:
+        """The program with more rows, at its end."""
+        return self._replace(
+            first=np.concatenate([self.first, self.first[-1] + 3 * np.arange(1, len(more.upper) + 1)]),
+            column=np.concatenate([self.column, more.column.ravel()]),
+            value=np.concatenate([self.value, more.value.ravel()]),
+            row_lower=np.concatenate([self.row_lower, np.full(len(more.upper), -INF)]),
+            row_upper=np.concatenate([self.row_upper, more.upper]),
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All arrays by name, for a message."""
+        arrays = self._asdict()
+        orders = arrays.pop("orders")
+        return arrays | {_ORDERS + name: part for name, part in orders._asdict().items()}
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, npt.NDArray[Any]]) -> Matrix:
+        """The program of ``arrays()``."""
+        orders = Orders(*(arrays[_ORDERS + name] for name in Orders._fields))
+        return cls(**{name: arrays[name] for name in cls._fields if name != "orders"}, orders=orders)
+
 
 class Builder:
     """Collects families of columns and rows."""
@@ -98,6 +127,8 @@ class Builder:
         self._columns: list[tuple[Floats, Floats, Floats, Bools]] = []
         self._entries: list[tuple[Ints, Ints, Floats]] = []
         self._sides: list[tuple[Floats, Floats]] = []
+        #: Of each device whose triangle rows are added lazily.
+        self.orders: list[Orders] = []
 
     def columns(
         self,
@@ -163,7 +194,8 @@ class Builder:
         row, column, value = (np.concatenate(part) for part in zip(none, *self._entries, strict=True))
         sides = [(np.zeros(0), np.zeros(0)), *self._sides]
         row_lower, row_upper = (np.concatenate(part) for part in zip(*sides, strict=True))
-        return compressed(Matrix(cost, lower, upper, integer, row, column, value, row_lower, row_upper))
+        orders = joined_orders(self.orders)
+        return compressed(Matrix(cost, lower, upper, integer, row, column, value, row_lower, row_upper, orders))
 
 
 def compressed(loose: Matrix) -> Matrix:

@@ -8,8 +8,6 @@ import threading
 import time
 from typing import IO, Any
 
-import numpy as np
-
 from optpipe.ops import Floats
 from solver.milp import highs
 from solver.milp.sparse import Matrix
@@ -42,7 +40,7 @@ class _Reporter:
     def done(self, result: highs.MilpResult) -> None:
         """Send the result."""
         header: dict[str, Any] = {"objective": result.objective, "bound": result.bound, "nodes": result.nodes}
-        header |= {"status": result.status, "message": result.message}
+        header |= {"status": result.status, "message": result.message, "lazy_rows": result.lazy_rows}
         self._send("done", header, {} if result.solution is None else {"solution": result.solution})
 
     def _send(self, kind: str, header: dict[str, Any], arrays: dict[str, Floats] | None = None) -> None:
@@ -65,7 +63,7 @@ def main() -> None:
     settings = highs.Settings(**header)
     left = settings.time_limit - (time.monotonic() - began)
     settings = highs.Settings(**{**header, "time_limit": max(0.0, left)})
-    matrix = Matrix(**{name: np.asarray(arrays[name]) for name in Matrix._fields})
+    matrix = Matrix.of_arrays(arrays)
     reporter.done(highs.solve(matrix, settings, start=start, on_improvement=reporter.improved, stop=reporter.stop))
 
 
