@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from optpipe import metrics, semantics
 from optpipe.problem import Problem
+from solver.ada_offload import ada_offload
 from solver.bounds import all_bounds, lower_bound
 from solver.bounds.knapsack import Item, most_value
+from solver.feasibility import smallest_budgets
 from solver.list_scheduler import list_schedule
 from solver.schedules import SCHEDULES
 from tests.exact import TooLarge, optimum, tiny_problem
@@ -54,6 +56,22 @@ def test_where_one_microbatch_fits_it_counts_how_long_each_is_whole() -> None:
     assert found["slots"] > 1.2 * max(value for name, value in found.items() if name != "slots")
     # Moved whole, each is whole for F, O, R and B; kept in part, it takes what is left of the memory for long.
     assert found["slots"] < 32 * (2 * 18.5 + 18.5 + 18.1)
+
+
+@pytest.mark.parametrize("microbatches", [16, 32])
+def test_with_the_smallest_budgets_the_bound_is_reached(microbatches: int) -> None:
+    """One microbatch at a time on a device, from the start of its F or its way back until it is away or its W has run:
+    the device before the last has no better turn than to send everything away, and AdaOffload is as short."""
+    problem = Problem.read(str(INSTANCES / f"flat-s8-m{microbatches}-memS2-off1.json"))
+    tight = problem.with_budgets(smallest_budgets(problem))
+    assert semantics.makespan(ada_offload(tight)) == pytest.approx(all_bounds(tight)["slots"])
+
+
+def test_room_beside_the_one_that_is_whole_weakens_the_bound_of_slots() -> None:
+    problem = Problem.read(str(INSTANCES / "flat-s8-m32-memS2-off1.json"))
+    budgets = [1_000_000, 1_100_000, 1_250_000, 1_499_999, 1_500_000, 1_999_999, 2_000_000]
+    found = [all_bounds(problem.with_budgets([budget] * 8))["slots"] for budget in budgets]
+    assert found == sorted(found, reverse=True)
 
 
 @settings(max_examples=200, deadline=None)

@@ -17,6 +17,11 @@ So for every weight l from 0 to 1
 
 A last backward that is fused ends later and counts as longer instead: by at least (BW - B) / K in all. With memory for
 one or two microbatches this is far above what bytes alone say, since a transfer frees nothing before its end.
+
+With K = 1 and r = budget - a bytes beside the one that is whole, more is true. What begins to hold more than r is whole
+then (its F or its way back starts), and nothing else holds more than r. So the times in which a microbatch holds more
+than r are no one else's: it is away only if it moves a - r at least, and where its context is more than r they last
+until W has run. (All of the other ones end before the B that is last, so their W's count, whoever's end is measured.)
 """
 
 from __future__ import annotations
@@ -37,11 +42,12 @@ def slots(view: View) -> float:
     tail, b = view.tail[0], view.input[0]
     split = max(view.weight[0], tail) if view.own_end else tail
     after = min(split, tail + (view.fused[0] - b) / at_once)
-    return view.head + max(_weighted(view, k / _STEPS, at_once, after) for k in range(_STEPS + 1))
+    beside = view.budget - view.activation[0] if at_once == 1 else view.activation[0]
+    return view.head + max(_weighted(view, k / _STEPS, at_once, after, beside) for k in range(_STEPS + 1))
 
 
-def _weighted(view: View, weight: float, at_once: int, after: float) -> float:
-    """``l after + m min over q`` for ``l = weight``."""
+def _weighted(view: View, weight: float, at_once: int, after: float, beside: int) -> float:
+    """``l after + m min over q`` for ``l = weight``, if one that has moved its q bytes leaves ``beside`` at most."""
     budget = view.budget or 0
     a, b, movable = view.activation[0], view.input[0], view.movable[0]
     # The least that a backward and its context hold, split or fused; a context may outlive an end that is not its own.
@@ -55,13 +61,16 @@ def _weighted(view: View, weight: float, at_once: int, after: float) -> float:
         return weight * w / at_once + (1.0 - weight) * held / budget
 
     least = value(0.0, stay)
-    if movable > 0:
+    fewest = float(a - beside)
+    if movable >= max(fewest, 1.0):
         # Both w and h are convex in q: the least is where the slope vanishes, or at an end.
         f, c = view.forward[0] + b, (view.out_ms[0] + view.back_ms[0]) / movable
         # d/dq: weight c / K + (1 - weight) / budget (a c - c (a - q) - (stay - f - c q)) = 0
         bend = 2.0 * c * (1.0 - weight) / budget
         slope = weight * c / at_once + (1.0 - weight) / budget * (f - stay)
-        best = min(max(-slope / bend, 0.0), float(movable)) if bend > 0 else float(movable if slope < 0 else 0)
-        for q in (best, 0.0, float(movable)):
+        best = min(max(-slope / bend, fewest), float(movable)) if bend > 0 else float(movable if slope < 0 else fewest)
+        for q in (best, fewest, float(movable)):
             least = min(least, value(q, min(stay, f + c * q)))
-    return weight * after + view.m * least
+    # What follows a B is no one else's time either where its context leaves no room for another one.
+    rest = min(view.split[0] - b + view.weight[0], view.fused[0] - b) if view.context[0] > beside else 0.0
+    return weight * (after + (view.m - 1) * rest) + view.m * least
