@@ -80,20 +80,26 @@ def ticks_a_millisecond(tab: Tables) -> float:
     return 1000.0 * len(used) / sum(used)
 
 
-def build(problem: Problem, *, hint: bool = False) -> Model:
-    """The model. The horizon is the makespan of the plainest list schedule; with ``hint`` CP-SAT begins from that."""
+def build(problem: Problem, *, hint: bool = False, longest: float = math.inf, ascending: bool = True) -> Model:
+    """The model. The horizon is the makespan of the plainest list schedule, or ``longest`` ms if that is less; with
+    ``hint`` CP-SAT begins from that schedule.
+
+    ``ascending``: microbatches keep their order in all F's, B's and W's, as in almost all good schedules. Otherwise
+    they keep it in the F's of the first stage, which is only a matter of their numbers.
+    """
     tab = tables(problem)
     unit = ticks_a_millisecond(tab)
     start = list_schedule(problem, backward_first(tab, paths(tab), max(least_work(tab))))
     one_by_one = sum(sum(column) for column in (tab.forward, tab.forward, tab.backward, tab.weight, tab.comm, tab.comm))
     latest = tab.m * (one_by_one + sum(tab.offload) + sum(tab.reload)) if start is None else float(start.end.max())
+    latest = min(latest, longest)
     # Rounding may make the ops of the start longer, by half a tick each.
     slack = 0 if all(float(t * unit).is_integer() for t in tab.forward + tab.backward) else tab.m * tab.S * 5
     model = Model(cp_model.CpModel(), tab, unit, math.ceil(latest * unit) + slack)
     for s in range(tab.S):
         for j in range(tab.m):
             _add_cell(model, (s, j))
-    _add_data(model)
+    _add_data(model, ascending=ascending)
     _add_resources(model)
     makespan = model.cp.new_int_var(0, model.horizon, "makespan")
     for (kind, s, j), variable in model.start.items():
@@ -207,8 +213,8 @@ def _hold(model: Model, s: int, start: Any, end: Any, size: int, when: Any = Non
     model.held.setdefault(model.tab.device[s], []).append((interval, size))
 
 
-def _add_data(model: Model) -> None:
-    """What each op comes after; and, since microbatches are alike, one order of them for each kind and stage."""
+def _add_data(model: Model, *, ascending: bool) -> None:
+    """What each op comes after; and, since microbatches are alike, an order of them."""
     tab, cp = model.tab, model.cp
     times = {Kind.F: tab.forward, Kind.B: tab.backward, Kind.W: tab.weight}
     lengths = {kind: [model.ticks(t) for t in column] for kind, column in times.items()}
@@ -224,7 +230,7 @@ def _add_data(model: Model) -> None:
                 cp.add(variable >= above + model.ticks(tab.comm[s]))
             else:
                 cp.add(variable >= model.start[Kind.F, s, j] + model.ticks(tab.forward[s]))
-        if j and kind in lengths:
+        if j and kind in lengths and (ascending or (kind == Kind.F and s == 0)):
             before = model.start[kind, s, j - 1]
             cp.add(variable >= before + (lengths[kind][s] if (s, j) not in model.fused else 0))
 

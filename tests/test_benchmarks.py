@@ -11,6 +11,8 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.verify import verify_plan
 from tests.random_schedules import random_problem
+from tests.small_problems import small_problem
+from tests.time_indexed import optimum
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -34,6 +36,23 @@ def test_cpsat_solves_what_the_rules_describe(seed: int) -> None:
     assert found.bound_ms <= semantics.makespan(found.ops) * 1.01
     if found.status == "optimal":
         assert semantics.makespan(found.ops) <= semantics.makespan(start) * 1.01
+
+
+@pytest.mark.parametrize("seed", [20, 21, 22, 42, 43, 44, 45])
+def test_cpsat_in_any_order_finds_what_an_independent_model_does(seed: int) -> None:
+    pytest.importorskip("ortools")
+    from ortools.sat.python import cp_model
+
+    from benchmarks.cpsat import build
+
+    problem = small_problem(random.Random(seed), devices=2)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    model = build(problem, ascending=False)
+    assert solver.solve(model.cp) == cp_model.OPTIMAL
+    found = round(solver.objective_value / model.unit)
+    assert optimum(problem, found, ascending=False, fuse=True) == pytest.approx(found)
+    assert solver.solve(build(problem, longest=found - 1, ascending=False).cp) == cp_model.INFEASIBLE
 
 
 def line(name: str, *, bound: float, best: float, runs: dict[tuple[str, float], dict[str, object]]) -> comparison.Line:

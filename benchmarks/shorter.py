@@ -1,0 +1,99 @@
+"""Which side is to blame for a gap: whether a plan could be shorter than the best one known, in two kinds of plans.
+
+    python benchmarks/shorter.py --seconds 900
+
+HiGHS looks for a schedule with transfers of any part whose microbatches ascend in every kind of op of every stage;
+CP-SAT for one with whole transfers whose microbatches overtake each other as they like. Where both prove that there is
+none, only a plan that moves parts and has microbatches overtake each other could be shorter; the proven bounds, which
+allow that and more, are then short, or such a plan exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `solver` is the package, not the script beside this
+
+from ortools.sat.python import cp_model
+
+from benchmarks import tables
+from benchmarks.cpsat import build
+from benchmarks.lab import RESULTS, instance_file, references
+from optpipe.problem import Problem
+from solver.milp import child
+from solver.milp.formulation import Options, formulate
+from solver.milp.highs import Settings
+from solver.milp.precedence import Contradiction
+
+PARTS, WHOLE = "ascending microbatches, any part", "microbatches in any order, whole transfers"
+#: Small problems with a gap, makespans (ms) below which a plan is looked for, and of which kind.
+CASES = (
+    ("unit-s4-m8-memS2-off1", 29.0, WHOLE),
+    ("unit-s4-m8-memS2-off1", 28.7, PARTS),
+    ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
+    ("unit-s4-m8-memS2-off2", 31.6, PARTS),
+    ("unit-s4-m8-memS2-off2", 31.0, PARTS),
+)
+HEADER = ("instance", "proven bound", "best known", "plans with", "shorter than", "there is", "seconds")
+#: What a solver's status says of such plans.
+_THERE_IS = {"infeasible": "none", "optimal": "one", "feasible": "one"}
+
+
+def with_parts(problem: Problem, below: float, lower: float, seconds: float) -> str:
+    """Whether HiGHS finds a schedule shorter than ``below`` ms whose microbatches ascend: none, one or unknown."""
+    try:
+        program = formulate(problem, Options(parts=True), upper=below, lower=lower)
+    except Contradiction:
+        return "none"
+    result = child.solve(program.matrix, Settings(threads=2, time_limit=seconds))
+    return "one" if result.solution is not None else _THERE_IS.get(result.status, "unknown")
+
+
+def with_whole_transfers(problem: Problem, below: float, seconds: float, threads: int) -> str:
+    """The same of CP-SAT, for whole transfers and any order. ``below`` and all times are whole ms."""
+    model = build(problem, longest=math.ceil(below) - 1, ascending=False)
+    assert model.unit == 1.0, "times are whole ms: else a tick below is not the next shorter makespan"
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.max_time_in_seconds = threads, seconds
+    return _THERE_IS.get(solver.status_name(solver.solve(model.cp)).lower(), "unknown")
+
+
+def searched(name: str, below: float, kind: str, seconds: float, threads: int) -> list[tables.Cell]:
+    """Look for a schedule of a kind shorter than ``below`` ms; a row."""
+    problem, known, began = Problem.read(instance_file(name)), references()[name], time.monotonic()
+    if kind == PARTS:
+        found = with_parts(problem, below, known.bound_ms, seconds)
+    else:
+        found = with_whole_transfers(problem, below, seconds, threads)
+    return [name, known.bound_ms, known.best_ms, kind, below, found, round(time.monotonic() - began, 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Shorter plans of some kinds.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=900.0, help="of each")
+    parser.add_argument("--threads", type=int, default=8, help="of CP-SAT: its strategies take turns on fewer cores")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table")
+    given = parser.parse_args()
+    rows = []
+    for name, below, kind in CASES:
+        rows.append(searched(name, below, kind, given.seconds, given.threads))
+        print(*rows[-1], sep="  ", flush=True)
+    about = (
+        f"{given.seconds:g} s each. HiGHS (2 threads) looks for schedules with transfers of any part whose "
+        f"microbatches ascend in every kind of op of every stage; CP-SAT ({given.threads} threads) for schedules with "
+        "whole transfers and microbatches in any order, on whole ms, which loses nothing where all times are whole.\n"
+    )
+    tables.show("Shorter plans", HEADER, rows)
+    tables.write_markdown(
+        given.output / "shorter.md", "Could a plan be shorter?", [about, tables.markdown(HEADER, rows)]
+    )
+
+
+if __name__ == "__main__":
+    main()
