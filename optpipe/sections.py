@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -20,6 +21,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 #: Layers of the model beside its blocks: the embedding in front and the head behind.
 EXTRA_LAYERS = 2
+#: Tokens that the model knows: a token is a byte.
+VOCABULARY = 256
 
 
 def wrong(key: str, message: str) -> PydanticCustomError:
@@ -28,9 +31,21 @@ def wrong(key: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("config", "{message}", {"key": key, "message": message})
 
 
-def _expected(message: str) -> PydanticCustomError:
+def expected(message: str) -> PydanticCustomError:
     """An error at the field itself; the value is named behind the message."""
     return PydanticCustomError("config", "{message}", {"message": message})
+
+
+def groups_are_apart(groups: Sequence[Sequence[int]], key: str) -> None:
+    """Refuse groups of devices behind one switch (under ``key``) that are too small or overlap, as validators do."""
+    seen: set[int] = set()
+    for index, group in enumerate(groups):
+        if len(group) < 2:
+            raise wrong(f"{key}[{index}]", "expected at least two devices that share a switch")
+        for device in group:
+            if device in seen:
+                raise wrong(f"{key}[{index}]", f"device {device} is given twice, expected it once in all")
+            seen.add(device)
 
 
 def _is_count(value: Any) -> bool:
@@ -43,7 +58,7 @@ def _partition(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple) and value and all(_is_count(item) for item in value):
         return tuple(value)
-    raise _expected("expected 'balanced' or a list of layer counts, each at least 1")
+    raise expected("expected 'balanced' or a list of layer counts, each at least 1")
 
 
 def _budget(value: Any) -> Any:
@@ -51,7 +66,7 @@ def _budget(value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     for item in items:
         if item is not None and (isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**62):
-            raise _expected("expected an integer number of bytes, at least 0, or a list with one a device")
+            raise expected("expected an integer number of bytes, at least 0, or a list with one a device")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -183,14 +198,7 @@ class OffloadConfig(Section):
 
     @model_validator(mode="after")
     def _groups_are_apart(self) -> Self:
-        seen: set[int] = set()
-        for index, group in enumerate(self.shared):
-            if len(group) < 2:
-                raise wrong(f"offload.shared[{index}]", "expected at least two devices that share a switch")
-            for device in group:
-                if device in seen:
-                    raise wrong(f"offload.shared[{index}]", f"device {device} is given twice, expected it once in all")
-                seen.add(device)
+        groups_are_apart(self.shared, "offload.shared")
         return self
 
 

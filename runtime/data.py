@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optpipe import sections
 from optpipe.config import Config, DataConfig
 from optpipe.errors import InputError
 
 #: A token is a byte.
-VOCABULARY = 256
+VOCABULARY = sections.VOCABULARY
 #: Folders under the standard library that are not of it, or that some systems leave out.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
