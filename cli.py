@@ -29,8 +29,11 @@ from optpipe.front import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from optpipe.metrics import Metrics
     from optpipe.plan import Plan
+    from optpipe.profile import Profile
     from optpipe.task import Task
     from runtime.metrics_log import Step
     from solver.incumbent import Progress
@@ -84,17 +87,46 @@ def profile(config: str, output: str, as_json: bool) -> None:
         measured = profiler.profile(settings, progress)
     if not launch.is_chief():
         return
-    measured.write(output)
+    _write_profile(measured, output, as_json)
+
+
+def _write_profile(found: Profile, output: str, as_json: bool) -> None:
+    """Write a profile, and show it."""
+    found.write(output)
     if as_json:
-        print_json({"output": output, **measured.to_json()})
+        print_json({"output": output, **found.to_json()})
         return
     from optpipe.report import profile_table
 
     console = plain_console()
-    console.print(profile_table(measured))
-    for warning in measured.warnings:
-        console.print(f"warning: {warning}")
+    console.print(profile_table(found))
+    _print_warnings(console, found.warnings)
     console.print(f"written to {output}")
+
+
+def _print_warnings(console: Console, warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        console.print(f"warning: {warning}")
+
+
+@command("optpipe estimate configs/estimate_example.yaml -o profile.json")
+@click.argument("config", type=click.Path())
+@click.option("--hardware", type=click.Path(), help="A hardware file, in place of the config's.")
+@click.option("-o", "--output", type=click.Path(), default="profile.json", help="Where the profile goes.")
+@json_option
+def estimate(config: str, hardware: str | None, output: str, as_json: bool) -> None:
+    """Make the profile of CONFIG by arithmetic, for a cluster that is not at hand.
+
+    From FLOPs and bytes of the model and a description of the hardware; bytes are exact, times are rough. Nothing runs.
+    """
+    from optpipe.config import Config
+    from optpipe.estimate import estimate as run
+    from optpipe.hardware import Hardware
+
+    settings = Config.read(config)
+    described = None if hardware is None else Hardware.read(hardware)
+    check_output(output)
+    _write_profile(run(settings, described), output, as_json)
 
 
 @command("optpipe solve profile.json --time-limit 60 -o plan.json")
@@ -117,8 +149,8 @@ def profile(config: str, output: str, as_json: bool) -> None:
 def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, **options: Any) -> None:
     """Find the best schedule that fits the memory.
 
-    CONFIG_OR_PROBLEM: a YAML config with a profile or a problem, a profile, a problem as JSON, or a plan whose
-    problem is solved again. Ctrl-C ends the search and keeps the best plan known.
+    CONFIG_OR_PROBLEM: a YAML config with a profile, a problem, or hardware to estimate for, a profile, a problem as
+    JSON, or a plan whose problem is solved again. Ctrl-C ends the search and keeps the best plan known.
     """
     from optpipe.task import read_task
 
@@ -148,6 +180,7 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     for line in report.facts(plan):
         console.print(line)
     console.print(report.device_table(plan))
+    _print_warnings(console, task.warnings)
     console.print(f"written to {output}")
 
 
@@ -202,7 +235,8 @@ def compare(
     from solver.compare import compare as run
     from solver.options import SolveOptions
 
-    problem = read_task(task_file, profile_file).problem
+    task = read_task(task_file, profile_file)
+    problem = task.problem
     options = SolveOptions(objective="span" if objective == "span" else "makespan", time_limit=time_limit, seed=seed)
     with working("comparing") as tell:
         rows = run(problem, options, lambda now: tell(_progress_text(now)))
@@ -210,7 +244,9 @@ def compare(
         budgets = [device.memory_bytes for device in problem.devices]
         print_json({"name": problem.name, "budget_bytes": budgets, "schedules": [row.to_json() for row in rows]})
         return
-    plain_console().print(report.comparison_table(problem, rows.cells))
+    console = plain_console()
+    console.print(report.comparison_table(problem, rows.cells))
+    _print_warnings(console, task.warnings)
 
 
 @command("optpipe check plan.json --jitter 100")

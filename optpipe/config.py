@@ -1,20 +1,21 @@
 """The YAML config: what to train, on which devices, within which memory, and how to plan it.
 
 Every section is optional. A file is read once and checked whole; whatever is wrong with it is one line that names
-the key. Paths that a config reads (``profile``, ``data.folder``) count from the config's folder; paths that a run
-writes count from the working folder, as those of ``-o`` do.
+the key. Paths that a config reads (``profile``, ``hardware``, ``data.folder``) count from the config's folder; paths
+that a run writes count from the working folder, as those of ``-o`` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import BeforeValidator, PrivateAttr, model_validator
 
 from optpipe import files
 from optpipe.errors import InputError
+from optpipe.hardware import Hardware
 from optpipe.problem import Problem
 from optpipe.sections import (
     BatchConfig,
@@ -29,6 +30,7 @@ from optpipe.sections import (
     Section,
     SolverConfig,
     TrainConfig,
+    expected,
     wrong,
 )
 
@@ -52,8 +54,15 @@ __all__ = [
 TRAINING_SECTIONS = ("model", "data", "batch", "pipeline", "offload", "device", "optimizer", "train")
 
 
+def _hardware(value: Any) -> Any:
+    """A file, or a description that is read already. A union of both would name pydantic's branches in the error."""
+    if value is None or isinstance(value, str | Hardware):
+        return value
+    raise expected("expected the path of a hardware file, or a mapping")
+
+
 class Config(Section):
-    """A whole config file. ``problem`` or ``profile`` say what to solve without measuring first."""
+    """A whole config file. ``problem``, ``profile`` or ``hardware`` say what to solve without measuring first."""
 
     name: str = ""
     model: ModelConfig | None = None
@@ -69,6 +78,7 @@ class Config(Section):
     solver: SolverConfig = SolverConfig()
     problem: Problem | None = None
     profile: str | None = None
+    hardware: Annotated[str | Hardware | None, BeforeValidator(_hardware)] = None
     _file: str = PrivateAttr("")
 
     @classmethod
@@ -85,6 +95,8 @@ class Config(Section):
         changes: dict[str, Any] = {"name": config.name or Path(path).stem}
         if config.profile is not None:
             changes["profile"] = str(folder / config.profile)
+        if isinstance(config.hardware, str):
+            changes["hardware"] = str(folder / config.hardware)
         if config.data.folder is not None:
             changes["data"] = config.data.model_copy(update={"folder": str(folder / config.data.folder)})
         return config.model_copy(update=changes)
@@ -106,17 +118,22 @@ class Config(Section):
             if "problem" in value:
                 inner = f"{prefix}.problem" if prefix else "problem"
                 value["problem"] = Problem.from_json(value["problem"], file, inner)
+            if isinstance(value.get("hardware"), dict):
+                inner = f"{prefix}.hardware" if prefix else "hardware"
+                value["hardware"] = Hardware.from_json(value["hardware"], file, inner)
         config = files.validated(cls, value, file, prefix)
         config._file = str(file)
         return config
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON, defaults written out."""
-        value = self.model_dump(mode="json", exclude={"problem", "profile"})
+        value = self.model_dump(mode="json", exclude={"problem", "profile", "hardware"})
         if self.problem is not None:
             value["problem"] = self.problem.to_json()
         if self.profile is not None:
             value["profile"] = self.profile
+        if self.hardware is not None:
+            value["hardware"] = self.hardware if isinstance(self.hardware, str) else self.hardware.to_json()
         return value
 
     def training(self) -> dict[str, Any]:
@@ -145,6 +162,20 @@ class Config(Section):
         if self.model is None:
             raise InputError(self.file, "model", "is missing, expected layers, width, heads and context")
         return self.model
+
+    @property
+    def described_hardware(self) -> Hardware:
+        """What ``hardware`` says, read where it names a file.
+
+        Raises
+        ------
+        InputError
+            The config has none, or its file is wrong.
+        """
+        if self.hardware is None:
+            message = "is missing, expected the path of a hardware file, or a mapping"
+            raise InputError(self.file, "hardware", message)
+        return Hardware.read(self.hardware) if isinstance(self.hardware, str) else self.hardware
 
     @property
     def num_ranks(self) -> int:
@@ -191,8 +222,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
-        if self.problem is not None and self.profile is not None:
-            raise wrong("profile", "is given beside problem, expected only one of the two")
+        sources = [key for key in ("problem", "profile", "hardware") if getattr(self, key) is not None]
+        if len(sources) > 1:
+            raise wrong(sources[1], f"is given beside {sources[0]}, expected only one of the two")
         count = self.pipeline.devices
         given = self.memory.activation_budget_bytes
         if isinstance(given, tuple) and self.problem is None and self.profile is None and len(given) != count:

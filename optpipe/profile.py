@@ -1,4 +1,4 @@
-"""The profile file: what was measured of a model on its devices, and the problem that follows from it."""
+"""The profile file: what was measured, or estimated, of a model on its devices, and the problem that follows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from optpipe import files
 from optpipe.config import Config, Listed
 from optpipe.errors import InputError
+from optpipe.hardware import Hardware
 from optpipe.problem import Bytes, Direction, Milliseconds, Problem, check_channels, check_use
 
 FORMAT, VERSION = "optpipe-profile", 1
@@ -155,7 +156,8 @@ class TrialProfile(_Part):
 
 
 class Profile(_Part):
-    """A measured model. ``settings``: the config that was measured, its partition settled."""
+    """A measured or estimated model. ``settings``: its config, the partition settled. ``hardware``: what it was
+    estimated for; None: it was measured."""
 
     format: Literal["optpipe-profile"]
     version: Literal[1]
@@ -167,6 +169,7 @@ class Profile(_Part):
     channels: Listed[ChannelProfile] = ()
     trials: Listed[TrialProfile] = ()
     settings: Config
+    hardware: Hardware | None = None
     warnings: Listed[str] = ()
 
     @classmethod
@@ -200,7 +203,8 @@ class Profile(_Part):
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the profile file."""
-        value = self.model_dump(mode="json", exclude={"settings"})
+        measured = {"hardware"} if self.hardware is None else set()
+        value = self.model_dump(mode="json", exclude={"settings", *measured})
         value["settings"] = self.settings.to_json()
         return value
 
@@ -227,8 +231,13 @@ class Profile(_Part):
         if config.pipeline.partition == "balanced" and len(counts) == config.pipeline.num_stages:
             config = config.with_partition(counts)
         for key in _MUST_BE_AS_MEASURED:
-            _same(key, _at(config, key), _at(measured, key), config.file)
+            _same(key, _at(config, key), _at(measured, key), config.file, self.made)
         return self.model_copy(update={"settings": config, "name": config.name or self.name})
+
+    @property
+    def made(self) -> str:
+        """How its figures came about, in a word."""
+        return "measured" if self.hardware is None else "estimated"
 
     @property
     def static_bytes(self) -> list[int]:
@@ -330,11 +339,11 @@ def _at(config: Config, key: str) -> Any:
     return value
 
 
-def _same(key: str, now: Any, measured: Any, file: str) -> None:
-    """Refuse a value that differs from the measured one, naming the innermost key."""
+def _same(key: str, now: Any, measured: Any, file: str, made: str) -> None:
+    """Refuse a value that differs from the measured (or estimated) one, naming the innermost key."""
     if isinstance(now, BaseModel) and isinstance(measured, BaseModel):
         for name in type(now).model_fields:
-            _same(f"{key}.{name}", getattr(now, name), getattr(measured, name), file)
+            _same(f"{key}.{name}", getattr(now, name), getattr(measured, name), file, made)
     elif now != measured:
         expected = list(measured) if isinstance(measured, tuple) else measured
-        raise InputError(file, key, f"is not what was measured, expected {expected!r}, or a new profile")
+        raise InputError(file, key, f"is not what was {made}, expected {expected!r}, or a new profile")

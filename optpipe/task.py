@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from optpipe import plan as plans
 from optpipe import profile as profiles
 from optpipe.config import Config, SolverConfig
 from optpipe.errors import InputError
+from optpipe.estimate import estimate
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.profile import Profile
@@ -29,7 +30,9 @@ class Task:
     solver, solver_key
         How the file wants it solved, and the key under which it says so.
     extra
-        Unknown keys of the plan that the problem came from, kept.
+        Unknown keys of the plan that the problem came from, kept; of an estimate, what it is for.
+    warnings
+        What makes an estimate doubtful.
     """
 
     problem: Problem
@@ -37,6 +40,7 @@ class Task:
     solver: SolverConfig = field(default_factory=SolverConfig)
     solver_key: str = "solver"
     extra: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
@@ -45,9 +49,10 @@ def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
     Parameters
     ----------
     path
-        A YAML config (with ``problem`` or ``profile``), a problem as JSON or YAML, a profile, or a plan.
+        A YAML config (with ``problem``, ``profile``, or a model and ``hardware`` to estimate), a problem as JSON or
+        YAML, a profile, or a plan.
     profile
-        The profile that a config is to be planned with, in place of its own ``profile``.
+        The profile that a config is to be planned with, in place of its own ``profile`` or ``hardware``.
 
     Raises
     ------
@@ -98,7 +103,11 @@ def _no_profile(profile: str | Path | None, what: str) -> None:
 
 
 def _of_profile(profile: Profile, solver_key: str = "solver") -> Task:
-    return Task(profile.to_problem(), profile.training, profile.settings.solver, solver_key)
+    task = Task(profile.to_problem(), profile.training, profile.settings.solver, solver_key)
+    if profile.hardware is None:
+        return task
+    # Whoever plans with an estimate sees what its times are worth, and so does who reads the plan.
+    return replace(task, extra={"estimated_for": profile.hardware.name}, warnings=profile.warnings)
 
 
 def _of_config(config: Config, path: str | Path, profile: str | Path | None) -> Task:
@@ -107,10 +116,11 @@ def _of_config(config: Config, path: str | Path, profile: str | Path | None) -> 
     source = profile or config.profile
     if source is not None:
         return _of_profile(Profile.read(source).for_config(config))
+    if config.hardware is not None:
+        return _of_profile(estimate(config))
     if config.problem is None:
-        raise InputError(
-            path, "profile", f"is missing, expected the file that 'optpipe profile {path}' writes, or a problem"
-        )
+        message = f"is missing, expected the file that 'optpipe profile {path}' writes, a problem, or hardware"
+        raise InputError(path, "profile", message)
     problem = config.problem
     _fits(config, problem)
     if config.memory.activation_budget_bytes is not None:

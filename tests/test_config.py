@@ -56,6 +56,7 @@ def test_a_key_goes_before_the_one_that_a_merge_key_brings(tmp_path: Path) -> No
 def test_paths_that_are_read_count_from_the_configs_folder(tmp_path: Path) -> None:
     config = read(tmp_path, "profile: here.json\ndata: {folder: text}")
     assert config.profile == str(tmp_path / "here.json")
+    assert read(tmp_path, "hardware: here.yaml").hardware == str(tmp_path / "here.yaml")
     assert config.data.folder == str(tmp_path / "text")
 
 
@@ -105,6 +106,11 @@ BAD = {
     PROBLEM.replace("FORWARD", "-1"): "problem.stages[0].forward_ms: ",
     PROBLEM.replace("FORWARD", "1, forwrd_ms: 1"): "problem.stages[0].forwrd_ms: unknown key",
     "profile: a.json" + PROBLEM.replace("FORWARD", "1"): "profile: is given beside problem",
+    "hardware: 5": "hardware: expected the path of a hardware file, or a mapping, not 5",
+    "hardware: {name: x}": "hardware.device: is missing",
+    "hardware: {nam: x}": "hardware.nam: unknown key, expected one of name",
+    "hardware: a.yaml\nprofile: b.json": "hardware: is given beside profile, expected only one of the two",
+    "hardware: a.yaml" + PROBLEM.replace("FORWARD", "1"): "hardware: is given beside problem",
     "train: {steps: 1}\ntrain: {steps: 2}": "line 2: is not YAML: key 'train' is given twice",
     "batch: &b {accumulate: 1}\ntrain: {<<: *b, steps: 1, steps: 2}": "line 2: is not YAML: key 'steps' is given twice",
     "train: {steps: 1": "line 1: is not YAML",

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from cli import main
 from optpipe.config import Config
+from optpipe.hardware import Hardware
 from optpipe.plan import Plan
 from optpipe.problem import Channel, Device, Problem, Stage, Transfer
 
@@ -92,7 +93,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> set[str]:
     found = set()
     for name, field in model.model_fields.items():
         inner = [t for t in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(t, type)]
-        section = next((t for t in inner if issubclass(t, BaseModel) and t is not Problem), None)
+        section = next((t for t in inner if issubclass(t, BaseModel) and t not in (Problem, Hardware)), None)
         found |= leaves(section, f"{prefix}{name}.") if section else {prefix + name}
     return found
 
@@ -107,6 +108,10 @@ def table_keys(page: Path, heading: str) -> set[str]:
 
 def test_every_key_of_the_config_is_documented():
     assert table_keys(ROOT / "docs" / "formats.md", "The config") == leaves(Config)
+
+
+def test_every_key_of_the_hardware_is_documented():
+    assert table_keys(ROOT / "docs" / "formats.md", "The hardware") == leaves(Hardware)
 
 
 def test_every_key_of_the_problem_is_documented():
