@@ -135,6 +135,9 @@ def solve(
     """Solve a program in this process. HiGHS looks at its time limit now and then only: see ``child`` for a limit that
     holds.
 
+    Where the program has orders whose triangle rows may be added, part of the time first goes to rounds that add those
+    that the relaxation breaks (see ``lazy``).
+
     Parameters
     ----------
     start

@@ -1,9 +1,11 @@
 """Triangle rows where they are needed: rounds on the relaxation, before branch and bound.
 
-HiGHS takes no rows while it searches (its callback for them is not there yet), so all that can be added is what
+HiGHS takes no rows while it searches (its callback for them does nothing yet), so all that can be added is what
 solutions of the relaxation break. Solve it, add the rows broken most, solve it again from where it was, until few are
-broken. The order bits of a program never need the rows: big-M rows order the ops of every integer solution. They only
-make the tree smaller.
+broken. No integer solution needs the rows, since big-M rows order its ops; they are there to make the tree smaller.
+
+Whether the bound still rises does not say when to end: on none of the problems tried does it rise at all, not even with
+all triangle rows. Rows do end: ten or fewer are broken after two to six rounds, and in time.
 """
 
 from __future__ import annotations

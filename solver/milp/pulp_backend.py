@@ -1,4 +1,8 @@
-"""Back end: PuLP, to write the program to files and to solve it with any solver that PuLP finds."""
+"""Back end: PuLP, to write the program to files and to solve it with any solver that PuLP finds.
+
+Rows that would be added lazily (see ``lazy``) are left out: there are no rounds on the relaxation here, and no integer
+solution needs them.
+"""
 
 from __future__ import annotations
 
