@@ -26,7 +26,16 @@ from solver.milp.highs import Settings
 from solver.milp.incumbent import incumbent
 from solver.milp.lazy import Cut, cut
 from solver.milp.model import Objective
-from solver.milp.orders import NO_ORDERS, OrderBits, broken_triangles, by_device, flat, open_triples, triangle_rows
+from solver.milp.orders import (
+    NO_ORDERS,
+    OrderBits,
+    Orders,
+    broken_triangles,
+    by_device,
+    flat,
+    open_triples,
+    triangle_rows,
+)
 from solver.milp.prove import prove_by_blocks
 from solver.milp.sparse import INF, Matrix
 from tests.random_schedules import fitted, random_problem, random_schedule
@@ -241,14 +250,15 @@ class _Slow:
         self.rows += 1
 
 
+def cyclic(n: int) -> tuple[Orders, Floats]:
+    """n ops of one device with all pairs open, and a solution with many cycles."""
+    rng = np.random.default_rng(0)
+    bits, columns = bits_of(n, rng, 1.0)
+    return flat(0, bits), rng.integers(0, 2, columns).astype(np.float64)
+
+
 def test_rounds_end_in_time_and_when_asked() -> None:
-    n = 12
-    bits = OrderBits(np.zeros((n, n)), np.zeros((n, n)), np.full((n, n), -1, np.int64))
-    a, b = np.nonzero(np.triu(np.ones((n, n)), 1))
-    bits.column[a, b] = bits.column[b, a] = np.arange(len(a))
-    bits.sign[a, b], bits.sign[b, a], bits.const[b, a] = 1.0, -1.0, 1.0
-    x = np.random.default_rng(0).integers(0, 2, len(a)).astype(float)
-    orders = flat(0, bits)
+    orders, x = cyclic(12)
     endless = _Slow(x)
     cut(endless, orders, 1000, time.monotonic() + 60, None)
     assert 1 < len(endless.given) < 100
@@ -259,6 +269,12 @@ def test_rounds_end_in_time_and_when_asked() -> None:
     enough = _Slow(x)
     found = cut(enough, orders, 1000, time.monotonic() + 60, lambda bound: bound >= 1.0)
     assert (len(enough.given), enough.rows, found.bound) == (1, 0, 1.0)
+
+
+def test_devices_with_too_many_ops_are_left_out() -> None:
+    """Their threes alone would take longer than there is time."""
+    orders, x = cyclic(300)
+    assert len(cut(_Slow(x), orders, 1000, time.monotonic() + 60, None).rows.upper) == 0
 
 
 def test_the_time_limit_counts_the_rounds() -> None:

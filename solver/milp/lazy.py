@@ -22,6 +22,8 @@ from solver.milp.sparse import INF
 _ROUNDS, _PART, _FEWEST, _LEAST = 10, 0.1, 100, 0.02
 #: So few broken rows are the last ones: it is not worth another round to see what they break.
 _FEW = 10
+#: Ops with open pairs that a device may have: a round looks at their threes, which takes 0.2 s for 200 ops, 2 s for 400.
+_MOST_OPS = 256
 
 
 class Relaxation(Protocol):
@@ -51,7 +53,7 @@ def cut(
     relaxation
         Of the program, without integrality. Rows are added to it.
     orders
-        Order bits whose triangle rows may be added.
+        Order bits whose triangle rows may be added; those of devices with too many ops are not.
     num_rows
         Rows of the program.
     end
@@ -59,7 +61,7 @@ def cut(
     enough
         Asked with the bound after each round whether to stop.
     """
-    devices = by_device(orders)
+    devices = [bits for bits in by_device(orders) if len(bits.column) <= _MOST_OPS]
     most = max(_FEWEST, round(_PART * num_rows))
     rows, bound = NO_ROWS, -INF
     for _ in range(_ROUNDS):
