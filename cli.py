@@ -117,7 +117,8 @@ def _print_warnings(console: Console, warnings: Sequence[str]) -> None:
 def estimate(config: str, hardware: str | None, output: str, as_json: bool) -> None:
     """Make the profile of CONFIG by arithmetic, for a cluster that is not at hand.
 
-    From FLOPs and bytes of the model and a description of the hardware; bytes are exact, times are rough. Nothing runs.
+    From FLOPs and bytes of the model and a description of the hardware. Bytes are those that a run counts, times are
+    rough. Nothing runs.
     """
     from optpipe.config import Config
     from optpipe.estimate import estimate as run

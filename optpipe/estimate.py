@@ -225,6 +225,10 @@ class _Estimate:
             f"estimated for {name}, not measured: times are the arithmetic of {DTYPE} kernels one after another; what "
             "the host does between them, and what ranks do to each other, is left out"
         ]
+        if self.hardware.device == "cuda":
+            found.append(
+                "what attention and dropout keep on a GPU is reckoned from torch's kernels, not compared with a run there"
+            )
         if train.pipelines > 1:
             found.append(
                 f"{train.pipelines} pipelines side by side (train.replicas, train.shards): what they exchange, weights "

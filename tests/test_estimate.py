@@ -471,8 +471,8 @@ def test_without_hardware_nothing_is_estimated(tmp_path: Path) -> None:
 
 
 def test_small_kernels_make_a_warning() -> None:
-    assert len(estimate(config_of(), cluster()).warnings) == 1
-    (_, small) = estimate(config_of(), cluster(op_overhead_ms=0.01)).warnings
+    assert len(estimate(config_of(), cluster(device="cpu")).warnings) == 1
+    (_, small) = estimate(config_of(), cluster(device="cpu", op_overhead_ms=0.01)).warnings
     assert "of compute is the overhead of small kernels" in small
 
 
