@@ -22,7 +22,7 @@ from solver.milp.sparse import INF
 _ROUNDS, _PART, _FEWEST, _LEAST = 10, 0.1, 100, 0.02
 #: So few broken rows are the last ones: it is not worth another round to see what they break.
 _FEW = 10
-#: Ops with open pairs that a device may have: a round looks at their threes, which takes 0.2 s for 200 ops, 2 s for 400.
+#: Ops with open pairs that a device may have: a round looks at all threes, 0.2 s for 200 ops, 2 s for 400.
 _MOST_OPS = 256
 
 
@@ -64,7 +64,7 @@ def cut(
     devices = [bits for bits in by_device(orders) if len(bits.column) <= _MOST_OPS]
     most = max(_FEWEST, round(_PART * num_rows))
     rows, bound = NO_ROWS, -INF
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if devices else 0):
         solved = relaxation.solve(end - time.monotonic())
         if solved is None:
             break
