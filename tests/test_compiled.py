@@ -32,7 +32,7 @@ def test_functions_stay_plain_until_they_have_been_compiled(tmp_path: Path) -> N
         return subprocess.run(command, env=auto, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
     assert compiled_now() == "False"
-    subprocess.run([sys.executable, "-m", "solver.warm_up"], env=auto, check=True, timeout=280)
+    subprocess.run([sys.executable, "-m", "solver.warm_up"], env=auto, check=True, timeout=900)
     assert compiled_now() == "True"
     assert _python(ask, OPTPIPE_COMPILE="0", OPTPIPE_CACHE=str(tmp_path)) == "False"
 

@@ -99,7 +99,7 @@ def test_solve_with_a_solver_of_pulps(tmp_path):
     (tmp_path / "problem.json").write_text(problem.model_dump_json(exclude_unset=True))
     done = invoke(
         *("solve", tmp_path / "problem.json", "-o", tmp_path / "plan.json"),
-        *("--solver", "PULP_CBC_CMD", "--no-cache", "--time-limit", "10", "--gap", "0"),
+        *("--solver", "PULP_CBC_CMD", "--no-cache", "--time-limit", "120", "--gap", "0"),
     )
     assert done.exit_code == 0, done.output
     plan = Plan.read(tmp_path / "plan.json")
