@@ -227,7 +227,7 @@ class _Estimate:
         ]
         if self.hardware.device == "cuda":
             found.append(
-                "what attention and dropout keep on a GPU is reckoned from torch's kernels, not compared with a run there"
+                "what attention and dropout keep on a GPU is reckoned from torch's kernels, not compared with a run"
             )
         if train.pipelines > 1:
             found.append(
