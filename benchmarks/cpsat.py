@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -80,12 +80,18 @@ def ticks_a_millisecond(tab: Tables) -> float:
     return 1000.0 * len(used) / sum(used)
 
 
-def build(problem: Problem, *, hint: bool = False, longest: float = math.inf, ascending: bool = True) -> Model:
+def build(
+    problem: Problem,
+    *,
+    hint: bool = False,
+    longest: float = math.inf,
+    ascending: Collection[Kind] = (Kind.F, Kind.B, Kind.W),
+) -> Model:
     """The model. The horizon is the makespan of the plainest list schedule, or ``longest`` ms if that is less; with
     ``hint`` CP-SAT begins from that schedule.
 
-    ``ascending``: microbatches keep their order in all F's, B's and W's, as in almost all good schedules. Otherwise
-    they keep it in the F's of the first stage, which is only a matter of their numbers.
+    ``ascending``: the kinds of which microbatches keep their order on every stage, as in almost all good schedules. In
+    the F's of the first stage they always do, which is only a matter of their numbers.
     """
     tab = tables(problem)
     unit = ticks_a_millisecond(tab)
@@ -99,7 +105,7 @@ def build(problem: Problem, *, hint: bool = False, longest: float = math.inf, as
     for s in range(tab.S):
         for j in range(tab.m):
             _add_cell(model, (s, j))
-    _add_data(model, ascending=ascending)
+    _add_data(model, ascending)
     _add_resources(model)
     makespan = model.cp.new_int_var(0, model.horizon, "makespan")
     for (kind, s, j), variable in model.start.items():
@@ -213,7 +219,7 @@ def _hold(model: Model, s: int, start: Any, end: Any, size: int, when: Any = Non
     model.held.setdefault(model.tab.device[s], []).append((interval, size))
 
 
-def _add_data(model: Model, *, ascending: bool) -> None:
+def _add_data(model: Model, ascending: Collection[Kind]) -> None:
     """What each op comes after; and, since microbatches are alike, an order of them."""
     tab, cp = model.tab, model.cp
     times = {Kind.F: tab.forward, Kind.B: tab.backward, Kind.W: tab.weight}
@@ -230,7 +236,7 @@ def _add_data(model: Model, *, ascending: bool) -> None:
                 cp.add(variable >= above + model.ticks(tab.comm[s]))
             else:
                 cp.add(variable >= model.start[Kind.F, s, j] + model.ticks(tab.forward[s]))
-        if j and kind in lengths and (ascending or (kind == Kind.F and s == 0)):
+        if j and kind in lengths and (kind in ascending or (kind == Kind.F and s == 0)):
             before = model.start[kind, s, j - 1]
             cp.add(variable >= before + (lengths[kind][s] if (s, j) not in model.fused else 0))
 

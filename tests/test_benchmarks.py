@@ -48,11 +48,11 @@ def test_cpsat_in_any_order_finds_what_an_independent_model_does(seed: int) -> N
     problem = small_problem(random.Random(seed), devices=2)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    model = build(problem, ascending=False)
+    model = build(problem, ascending=())
     assert solver.solve(model.cp) == cp_model.OPTIMAL
     found = round(solver.objective_value / model.unit)
     assert optimum(problem, found, ascending=False, fuse=True) == pytest.approx(found)
-    assert solver.solve(build(problem, longest=found - 1, ascending=False).cp) == cp_model.INFEASIBLE
+    assert solver.solve(build(problem, longest=found - 1, ascending=()).cp) == cp_model.INFEASIBLE
 
 
 def line(name: str, *, bound: float, best: float, runs: dict[tuple[str, float], dict[str, object]]) -> comparison.Line:
