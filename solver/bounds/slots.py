@@ -56,21 +56,26 @@ def _weighted(view: View, weight: float, at_once: int, after: float, beside: int
         last = min(a * view.split[0] + view.context[0] * view.weight[0], a * view.fused[0])
     stay = view.turn[0] + b
 
-    def value(q: float, w: float) -> float:
+    def value(q: float, w: float, alone: float) -> float:
         held = a * (w - b) + (a - q) * (stay - w) + last
-        return weight * w / at_once + (1.0 - weight) * held / budget
+        return weight * alone / at_once + (1.0 - weight) * held / budget
 
-    least = value(0.0, stay)
+    least = value(0.0, stay, stay)
     fewest = float(a - beside)
+    f, c = view.forward[0] + b, (view.out_ms[0] + view.back_ms[0]) / max(movable, 1)
+    if movable and fewest > 0:
+        # One that moves less than that is alone all the time, but holds less. (2 c q = stay - f where it holds least.)
+        q = min(max((stay - f) / (2.0 * c), 0.0) if c > 0 else fewest, fewest, float(movable))
+        least = min(least, value(q, min(stay, f + c * q), stay))
     if movable >= max(fewest, 1.0):
         # Both w and h are convex in q: the least is where the slope vanishes, or at an end.
-        f, c = view.forward[0] + b, (view.out_ms[0] + view.back_ms[0]) / movable
         # d/dq: weight c / K + (1 - weight) / budget (a c - c (a - q) - (stay - f - c q)) = 0
         bend = 2.0 * c * (1.0 - weight) / budget
         slope = weight * c / at_once + (1.0 - weight) / budget * (f - stay)
         best = min(max(-slope / bend, fewest), float(movable)) if bend > 0 else float(movable if slope < 0 else fewest)
         for q in (best, fewest, float(movable)):
-            least = min(least, value(q, min(stay, f + c * q)))
+            w = min(stay, f + c * q)
+            least = min(least, value(q, w, w))
     # What follows a B is no one else's time either where its context leaves no room for another one.
     rest = min(view.split[0] - b + view.weight[0], view.fused[0] - b) if view.context[0] > beside else 0.0
     return weight * (after + (view.m - 1) * rest) + view.m * least
