@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from optpipe.ops import Kind, Ops
 from optpipe.problem import Problem
 from optpipe.verify import verify
 from solver.annealing import anneal
-from solver.annealing.clock import INFINITE
-from solver.annealing.moves import SLOTS, value_of
+from solver.annealing.clock import INFINITE, Walk
+from solver.annealing.moves import BLOCK, LENGTH, SLOTS, UNDO, _move_block, _take_back, value_of
 from solver.annealing.sequences import Sequences, anneal_sequences
-from solver.compiled import column
+from solver.compiled import COMPILED, column
 from solver.schedules import generate
 from tests.random_schedules import fitted, random_problem, random_schedule
 
@@ -85,6 +86,66 @@ def test_the_clock_of_sequences_is_no_slower_than_the_plan(seed: int) -> None:
     assert verify(problem, found) == []
     assert semantics.makespan(found) <= semantics.makespan(ops) * (1 + 1e-9)
     assert sorted(o.label for o in found) == sorted(o.label for o in ops)
+
+
+def _places(walk: Walk) -> list[int]:
+    """Where each op in the order says that it is."""
+    items: Any = walk.items
+    return [int(items[u]["place"] if COMPILED else items[u].place) for u in walk.order]
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_block_passes_another_one_and_can_be_taken_back(seed: int, overtake: bool) -> None:
+    """What contradicts neither data nor memory then is a valid schedule, timed as by ``timing``."""
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+    problem = fitted(problem, ops)
+    sequences = Sequences(problem, ops)
+    walk, state = sequences.walk, column([0.0] * SLOTS, float)
+    undo, block = column([0] * UNDO, int), column([0] * BLOCK, int)
+    first = value_of(walk, INFINITE, state)
+    for _ in range(20):
+        before = list(walk.order)
+        u, step = rng.randrange(len(before)), rng.choice([-1, 1])
+        undo[0] = 0
+        done = _move_block(walk, undo, u, step, overtake, block)
+        assert sorted(walk.order) == sorted(before)
+        assert _places(walk) == list(range(len(before)))
+        assert not done or undo[0] > 0
+        value = value_of(walk, INFINITE, state) if done else INFINITE
+        if value < INFINITE:
+            length = state[LENGTH]
+            found = sequences.schedule(walk.order, sequences.moved)
+            assert verify(problem, found) == []
+            assert semantics.makespan(found) == pytest.approx(length)
+            assert semantics.makespan(timing.earliest(problem, found)) <= length * (1 + 1e-9)
+        _take_back(walk.items, walk.order, undo)
+        assert list(walk.order) == before
+        assert _places(walk) == list(range(len(before)))
+        assert value_of(walk, INFINITE, state) == first
+
+
+def test_where_one_microbatch_fits_blocks_pass_each_other() -> None:
+    """From one microbatch after the other: each single op that passes another one contradicts the order of memory."""
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 2, "weight_context_bytes": 1}
+    stage |= {"offloadable_bytes": 2, "offload_ms": 1.0, "reload_ms": 1.0}
+    lanes = [(device, direction) for device in range(4) for direction in ("d2h", "h2d")]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 6,
+            "devices": [{"memory_bytes": 2}] * 4,
+            "stages": [{"device": device, **stage} for device in range(4)],
+            "comm_ms": [0.0] * 3,
+            "channels": [{"name": f"{d}-{w}", "transfers": [{"device": d, "direction": w}]} for d, w in lanes],
+        }
+    )
+    ops = generate("sequential", problem)
+    assert semantics.makespan(ops) == 72
+    found = anneal_sequences(problem, ops, seconds=60.0, effort=5, seed=1)
+    assert verify(problem, found) == []
+    assert semantics.makespan(found) <= 38
 
 
 @given(st.integers(0, 2**32), st.booleans())

@@ -53,7 +53,9 @@ class Item:
     out, back
         The transfers of the same microbatch, or -1.
     own
-        Of a transfer: the F or backward that it belongs to.
+        Of a transfer: the F or backward that it belongs to; of a W: its B.
+    weight
+        Of a B: its W, or -1.
     following
         The op of the same kind and stage of the next microbatch, or -1.
     whole, full
@@ -87,6 +89,7 @@ class Item:
     out: int
     back: int
     own: int
+    weight: int
     following: int
     whole: int
     full: float
@@ -100,6 +103,8 @@ class Yard:
     ----------
     budget, level
         Bytes that there are; bytes in use as the takes so far see it.
+    alone
+        1: only one microbatch of a stage fits whole.
     work, left
         ms of compute in all, and from here on.
     needed
@@ -110,6 +115,7 @@ class Yard:
 
     budget: int
     level: int
+    alone: int
     work: float
     left: float
     needed: int

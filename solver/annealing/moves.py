@@ -1,8 +1,9 @@
 """Simulated annealing of sequences of compute ops and transfers (compiled where numba is there).
 
 A move takes an op of a critical path a few places forwards or back in its lane, a transfer in its group's sequence, has
-a microbatch stay or go, or changes how much of it goes; now and then those that follow do the same. Each move is timed
-as a whole (``clock``).
+a microbatch stay or go, or changes how much of it goes. Where only one microbatch fits whole, hardly any op can pass
+another one alone: there also a block (F and its O; R, its B and W) passes the next one. Now and then those that follow
+do the same. Each move is timed as a whole (``clock``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _PARTS = 16
 _SMALL, _ENDS = 1e-9, 1e-3
 #: Chances: of an op of a critical path; of a change of what goes nearby, or of a critical transfer, instead of a place.
 _CRITICAL, _MOVES, _SHARES = 0.9, 0.1, 0.3
+#: Chances of a block's move where only one microbatch fits whole (with more room it has not been seen to help), and
+#: that a backward may overtake another one of its stage then. Ops in a block, at most.
+_BLOCKS, _OVERTAKES, BLOCK = 0.1, 0.5, 3
 #: Chances of a move forwards, or of the op before being put off, instead of a move back; about how far.
 _EARLIER, _PUT_OFF, _FAR = 0.5, 0.85, 2.5
 #: Places around an op in which another microbatch to stay or go is looked for.
@@ -80,8 +84,8 @@ def _take_back(items: Sequence[Item], order: Any, undo: Any) -> None:
 
 
 @compiled
-def _may_pass(items: Sequence[Item], order: Any, source: int, target: int) -> bool:
-    """Whether the op at ``source`` may pass all ops up to ``target``."""
+def _may_pass(items: Sequence[Item], order: Any, source: int, target: int, overtake: bool) -> bool:
+    """Whether the op at ``source`` may pass all ops up to ``target``; with ``overtake`` also those of its key."""
     x = order[source]
     step = 1 if target > source else -1
     p = source
@@ -90,7 +94,7 @@ def _may_pass(items: Sequence[Item], order: Any, source: int, target: int) -> bo
         v = order[p]
         if items[v].active == 0:
             continue
-        if items[v].key == items[x].key:
+        if items[v].key == items[x].key and not overtake:
             return False
         first = x if step > 0 else v
         second = items[v] if step > 0 else items[x]
@@ -180,7 +184,7 @@ def _move_transfer(walk: Walk, undo: Any, u: int, far: int) -> bool:
     group = walk.groups[item.group]
     source = item.place
     target = min(group.end - 1, max(group.first, source + far))
-    if item.active == 0 or source == target or not _may_pass(items, order, source, target):
+    if item.active == 0 or source == target or not _may_pass(items, order, source, target, False):
         return False
     _shift(items, order, undo, source, target)
     return True
@@ -214,11 +218,69 @@ def _move_compute(walk: Walk, undo: Any, u: int, far: int) -> bool:
         elif item.role == BACKWARD and target <= p < source:
             _shift(items, order, undo, p, target)
             target += 1
-    if not _may_pass(items, order, source, target):
+    if not _may_pass(items, order, source, target, False):
         return False
     _shift(items, order, undo, source, target)
     if mate >= 0 and item.role == FORWARD and step < 0:
         _shift(items, order, undo, items[mate].place, target + 1)
+    return True
+
+
+@compiled
+def _block_of(items: Sequence[Item], u: int, block: Any) -> int:
+    """What moves together with ``u``, in its order, into ``block``: F and its O, or R, its B and W; how many ops."""
+    item = items[u]
+    first, second, third = item.own if item.role == OUT else u, item.out, -1
+    if item.role != FORWARD and item.role != OUT:
+        second = u if item.role == BACKWARD else item.own
+        first, third = items[second].back, items[second].weight
+    count = 0
+    for v in (first, second, third):
+        if v >= 0 and items[v].active:
+            block[count] = v
+            count += 1
+    return count
+
+
+@compiled
+def _beyond(items: Sequence[Item], order: Any, place: int, step: int) -> int:
+    """Where the block of the compute op at ``place`` ends (``step`` 1) or, from there on back, begins (-1)."""
+    v = order[place]
+    if step < 0 and items[v].role == WEIGHT:
+        v = items[v].own
+    mate = -1
+    if step < 0 and items[v].role == BACKWARD:
+        mate = items[v].back
+    elif step > 0 and items[v].role == FORWARD:
+        mate = items[v].out
+    elif step > 0 and items[v].role == BACKWARD:
+        mate = items[v].weight
+    if mate >= 0 and items[mate].active and (items[mate].place - items[v].place) * step > 0:
+        v = mate
+    return items[v].place
+
+
+@compiled
+def _move_block(walk: Walk, undo: Any, u: int, step: int, overtake: bool, block: Any) -> bool:
+    """The block of ``u`` past the next one (``step`` 1) or the one before it (-1) of its device; whether that could be
+    done. The block is closed up."""
+    items, order = walk.items, walk.order
+    count = _block_of(items, u, block)
+    place = items[block[count - 1 if step > 0 else 0]].place
+    target = _hop(walk, place, 1, step)
+    if target == place:
+        return False
+    target = _beyond(items, order, target, step)
+    overtake = overtake and items[u].role != FORWARD and items[u].role != OUT
+    for k in range(count):
+        x = block[count - 1 - k if step > 0 else k]
+        source = items[x].place
+        if (target - source) * step <= 0:
+            break
+        if not _may_pass(items, order, source, target, overtake):
+            return False
+        _shift(items, order, undo, source, target)
+        target -= step
     return True
 
 
@@ -240,7 +302,7 @@ def anneal_some(
     a microbatch goes as a whole or not at all.
     """
     items, order = walk.items, walk.order
-    critical, undo, changed, before = scratch
+    critical, undo, changed, before, block = scratch
     n = len(order)
     value_of(walk, INFINITE, state)
     count = _critical(walk, critical)
@@ -259,7 +321,12 @@ def anneal_some(
         if random_number(state) < _REPEATED:
             times = 2 + int(-_REPEATS * math.log(1.0 - random_number(state)))
         moved = -1
-        if choice < _MOVES:
+        together = choice > 1.0 - _BLOCKS and walk.yards[item.device].alone == 1
+        overtake = False
+        if together:
+            far = -1 if other < _EARLIER else 1
+            overtake = random_number(state) < _OVERTAKES
+        elif choice < _MOVES:
             group = walk.groups[item.group]
             p = item.place + int((2.0 * other - 1.0) * _NEAR)
             u = items[order[min(group.end - 1, max(group.first, p))]].out
@@ -284,6 +351,9 @@ def anneal_some(
                 before[done] = items[u].free
                 pairs += 1
                 _have_go(walk, undo, u, moved, far - 1)
+            elif together:
+                if not _move_block(walk, undo, u, far, overtake, block):
+                    break
             elif items[u].role >= OUT:
                 if not _move_transfer(walk, undo, u, far):
                     break

@@ -21,6 +21,7 @@ from solver.annealing.moves import (
     BACK,
     BACKWARD,
     BEST,
+    BLOCK,
     FORWARD,
     LENGTH,
     OUT,
@@ -86,7 +87,7 @@ def anneal_sequences(
     if state[PRESENT] >= INFINITE:  # what happens at one instant cannot always be put into one order
         return ops
     best = (column(walk.order, int), column(sequences.moved, int))
-    scratch = tuple(column(np.zeros(count), int) for count in (n, UNDO, n, n))
+    scratch = tuple(column(np.zeros(count), int) for count in (n, UNDO, n, n, BLOCK))
     mean = float(np.mean(sequences.full[sequences.ops.is_compute]))
     begin = time.monotonic()
     chunks = math.ceil(effort * min(_PROPOSALS * n, _TIMED / n) / _CHUNK)
@@ -271,12 +272,14 @@ def _relatives(problem: Problem, ops: Ops) -> dict[str, Ints]:
     stage, microbatch = ops.stage, ops.microbatch
     backward = np.maximum(table[Kind.B], table[Kind.BW])
     owner = np.where(ops.kind == Kind.O, table[Kind.F][stage, microbatch], backward[stage, microbatch])
+    owned = ~ops.is_compute | (ops.kind == Kind.W)
     following = np.concatenate([table, np.full((*table.shape[:2], 1), -1)], axis=2)[ops.kind, stage, microbatch + 1]
     whole = np.array([each.offloadable_bytes for each in problem.stages], np.int64)[stage]
     return {
         "out": table[Kind.O][stage, microbatch],
         "back": table[Kind.R][stage, microbatch],
-        "own": np.where(ops.is_compute, -1, owner),
+        "own": np.where(owned, owner, -1),
+        "weight": np.where(ops.kind == Kind.B, table[Kind.W][stage, microbatch], -1),
         "following": following,
         "whole": np.where(ops.is_compute, 0, whole),
     }
@@ -289,5 +292,7 @@ def _yards(problem: Problem, ops: Ops, device: Ints, full: Floats) -> Sequence[Y
     first = np.cumsum([0, *counts])[:-1]
     work = np.bincount(device, np.where(ops.is_compute, full, 0.0), devices)
     budgets = [UNLIMITED if each.memory_bytes is None else each.memory_bytes for each in problem.devices]
-    columns = {"budget": budgets, "work": work, "computes": first[::2], "transfers": first[1::2]}
+    least = [min((problem.stages[s].activation_bytes for s in held), default=0) for held in problem.stages_of]
+    alone = [budget < 2 * each for budget, each in zip(budgets, least, strict=True)]
+    columns = {"budget": budgets, "alone": alone, "work": work, "computes": first[::2], "transfers": first[1::2]}
     return records(Yard, devices, columns)
