@@ -161,7 +161,7 @@ def stopped_while_receiving(rank, count):
     while Path(f"/proc/{receiver}/stat").read_text().split()[2] != "T":
         time.sleep(0.01)
     failure = Failure()
-    waiter = _Waiter(1, failure, longest_s=5.0)
+    waiter = _Waiter(1, failure, longest_s=2.0)
     waiter.put(lambda: dist.group.WORLD.send([message], 1, 1), message, CpuEvent(failure, "a message"))
     time.sleep(0.5)  # the first part is in the socket
     os.kill(receiver, signal.SIGKILL)
