@@ -160,7 +160,7 @@ def solve(
     if stop is not None and stop(found.bound):
         result = _stopped(whole, start)
     else:
-        left = replace(settings, time_limit=settings.time_limit - (time.monotonic() - began))
+        left = replace(settings, time_limit=max(0.0, settings.time_limit - (time.monotonic() - began)))
         result = _branch(whole, left, start, on_improvement, stop)
     return replace(
         result,
