@@ -39,6 +39,10 @@ GRACE_S = 1.0
 LOST_PEER_WAIT_S = 3.0
 #: Seconds between the request to end and the kill.
 KILL_AFTER_S = 3.0
+#: How often ranks are started that did not all get to meet: gloo's connections may pass each other under load.
+STARTS = 3
+#: What gloo says then.
+_NOT_CONNECTED = "connectFullMesh failed"
 
 
 def under_torchrun() -> bool:
@@ -103,12 +107,18 @@ def launch(
     """
     if under_torchrun():
         return _join_and_work(work, arguments, ranks, device, on_message)
-    crew = _Crew(work, arguments, ranks, device, on_message or (lambda message: None))
     with _terminated_in_order():
-        try:
-            return crew.run()
-        finally:
-            crew.end()
+        starts = 0
+        while True:
+            crew = _Crew(work, arguments, ranks, device, on_message or (lambda message: None))
+            starts += 1
+            try:
+                return crew.run()
+            except RunFailed:
+                if starts == STARTS or not crew.did_not_meet:
+                    raise
+            finally:
+                crew.end()
 
 
 @contextlib.contextmanager
@@ -224,6 +234,13 @@ class _Crew:
         if deadline is not None:
             raise self._first_cause()
         return self.processes[0].result
+
+    @property
+    def did_not_meet(self) -> bool:
+        """Whether all that failed is that gloo could not connect the ranks: no one has begun with the work."""
+        failed = [p for p in self.processes if p.error is not None or (p.ended is not None and not p.done)]
+        errors = [p.error for p in failed if p.error is not None and not p.error["met"]]
+        return len(errors) == len(failed) and any(_NOT_CONNECTED in error["message"] for error in errors)
 
     def end(self) -> None:
         """End whatever still runs."""

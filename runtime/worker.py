@@ -122,17 +122,20 @@ def main() -> None:
         with lock:
             pipe.write(line + "\n")
 
+    met = False
     try:
         rank, world_size = task["rank"], task["world_size"]
         device = torch.device("cuda", rank) if task["device"] == "cuda" else torch.device("cpu")
         address = "127.0.0.1", task["port"]
         store = dist.TCPStore(*address, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
         join(rank, world_size, device, store)
+        gather.barrier()  # no one begins before all have met: a meeting that fails can be held again
+        met = True
         work = getattr(importlib.import_module(task["module"]), task["function"])
         me = Rank(rank, world_size, device, lambda message: say("message", message))
         say("result", work(me, **task["arguments"]))
     except BaseException as error:
-        say("error", report_of(error))
+        say("error", report_of(error) | {"met": met})
         # The others learn of it from the launcher; a clean-up that waits for them could last for ever.
         pipe.flush()
         os._exit(1)

@@ -64,6 +64,38 @@ def test_the_first_cause_is_named_not_the_ranks_that_lost_their_peer(
     assert str(caught.value) == message
 
 
+#: A rank that gloo could not connect, with the words of torch 2.13.
+UNCONNECTED = """
+import json, os, sys
+task = json.loads(sys.stdin.readline())
+report = {"kind": "", "message": "RuntimeError: Gloo connectFullMesh failed with ...", "lost_peer": False}
+report |= {"traceback": "", "time": 0.0, "met": %r}
+os.write(task["pipe"], json.dumps({"error": report}).encode() + b"\\n")
+"""
+
+
+@pytest.mark.parametrize(("failures", "met", "starts"), [(2, False, 3), (9, False, 3), (1, True, 1)])
+def test_ranks_that_could_not_connect_are_started_again(
+    failures: int, met: bool, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times at most, and never once the work may have begun."""
+    started: list[list[str]] = []
+    start = subprocess.Popen
+
+    def popen(arguments: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        started.append(arguments)
+        fails = len(started) <= 2 * failures and len(started) % 2 == 0  # of two ranks the second
+        return start([sys.executable, "-c", UNCONNECTED % met] if fails else arguments, **how)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", popen)
+    if failures < launch.STARTS and not met:
+        assert launch.launch(ranks.add_up, {"value": 1}, 2, "cpu")["total"] == 3
+    else:
+        with pytest.raises(RunFailed, match="rank 1: RuntimeError: Gloo connectFullMesh failed"):
+            launch.launch(ranks.add_up, {"value": 1}, 2, "cpu")
+    assert len(started) == 2 * starts
+
+
 def test_a_rank_that_does_not_notice_is_ended() -> None:
     heard: list[Any] = []
     with pytest.raises(RunFailed) as caught:
