@@ -193,6 +193,73 @@ def test_gaps_of_a_channel() -> None:
     assert earliest_gap([lane], 1.0, 2.0) == 1.0
 
 
+@settings(max_examples=200, deadline=None)
+@given(seed=SEEDS)
+def test_a_gap_is_the_first_or_last_one_that_is_free(seed: int) -> None:
+    """Also where transfers take no time, and where instants differ by rounding."""
+    rng = random.Random(seed)
+    lane = Timeline()
+
+    def is_free(start: float, end: float) -> bool:
+        return all(stop <= start + 1e-9 or begin >= end - 1e-9 for begin, stop in lane.taken)
+
+    for _ in range(12):
+        length, instant = (
+            float(rng.choice([0, 0, 1, 2])),
+            rng.choice([0, 1, 2, 5, 9]) + rng.choice([0.0, 1e-15, -1e-15]),
+        )
+        ends = [instant, *(stop for _, stop in lane.taken), *(begin for begin, _ in lane.taken)]
+        found = earliest_gap([lane], instant, length)
+        assert is_free(found, found + length)
+        assert found == pytest.approx(min(x for x in ends if x >= instant and is_free(x, x + length)))
+        late = latest_gap([lane], instant, length)
+        assert is_free(late, late + length)
+        assert late == pytest.approx(max(x - length for x in ends if x <= instant and is_free(x - length, x)))
+        lane.take(found, found + length)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_pipe_offload_is_valid_where_ops_take_no_time(seed: int) -> None:
+    rng = random.Random(seed)
+    devices, chunks = rng.choice([1, 2, 3]), 2
+
+    def time() -> float:
+        return float(rng.choice([0, 0, 1, 2, 3]))
+
+    stages = [
+        {
+            "device": s % devices,
+            "activation_bytes": 2,
+            "weight_context_bytes": rng.randint(0, 2),
+            "offloadable_bytes": 2,
+            **{name: time() for name in ("forward_ms", "backward_ms", "weight_ms", "offload_ms", "reload_ms")},
+        }
+        for s in range(chunks * devices)
+    ]
+    ends = [[(d, way) for way in ("d2h", "h2d")] for d in range(devices)]
+    if rng.random() < 0.5:
+        ends = [[end for pair in ends for end in pair]]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": rng.choice([2, 4, 5]),
+            "devices": [{"memory_bytes": rng.choice([4, 6, 8])}] * devices,
+            "stages": stages,
+            "comm_ms": [float(rng.choice([0, 1]))] * (len(stages) - 1),
+            "channels": [
+                {"name": f"c{n}", "transfers": [{"device": d, "direction": way} for d, way in group]}
+                for n, group in enumerate(ends)
+            ],
+        }
+    )
+    try:
+        ops = SCHEDULES["pipe-offload"](problem)
+    except (DoesNotApply, DoesNotFit) as reason:
+        assert len(str(reason)) > 10
+        return
+    assert verify(problem, ops) == []
+
+
 def test_zero_bubble_has_no_bubble_left_with_room_for_two_pipelines() -> None:
     problem = pipeline(4, 16, budget=16)
     assert metrics.span(problem, SCHEDULES["zero-bubble"](problem)) == pytest.approx(3 * 16 + 3, abs=3.1)

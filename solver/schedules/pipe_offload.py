@@ -163,7 +163,12 @@ def forwards_late(problem: Problem, base: Ops) -> Ops:
     late: list[Op] = []
     start: dict[tuple[Kind, int, int], float] = {}
     next_start = [float("inf")] * problem.num_devices
-    for op in sorted(base, key=lambda op: (-op.start, -op.end)):
+
+    def depth(op: Op) -> tuple[int, int]:
+        return op.kind, op.stage if op.kind == Kind.F else -op.stage
+
+    # What takes no time begins and ends with what it waits for.
+    for op in sorted(base, key=lambda op: (op.start, op.end, depth(op)), reverse=True):
         device = problem.stages[op.stage].device
         if op.kind == Kind.F:
             backward = min(start.get((kind, op.stage, op.microbatch), float("inf")) for kind in (Kind.B, Kind.BW))

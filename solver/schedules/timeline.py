@@ -9,7 +9,7 @@ _EPS = 1e-9
 
 
 class Timeline:
-    """What occupies one channel: intervals (start, end) that do not overlap, in ms."""
+    """What occupies one channel: intervals (start, end) that do not overlap, in ms; some may be empty."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[float, float]] = []
@@ -22,13 +22,21 @@ class Timeline:
 
     def first_conflict(self, start: float, end: float) -> tuple[float, float] | None:
         """An interval that overlaps [start, end]; None: it is free."""
-        at = bisect_left(self.taken, (start, start))
-        for k in (at - 1, at):
-            if 0 <= k < len(self.taken):
-                begin, stop = self.taken[k]
-                if begin < end - _EPS and stop > start + _EPS:
-                    return begin, stop
+        first = bisect_left(self.taken, (start, start))
+        while first and not self._is_over(first - 1, start):
+            first -= 1
+        for k in range(first, len(self.taken)):
+            begin, stop = self.taken[k]
+            if begin >= end - _EPS:
+                break
+            if stop > start + _EPS:
+                return begin, stop
         return None
+
+    def _is_over(self, k: int, instant: float) -> bool:
+        """Whether interval k, and so all before it, ended by then: an empty one may lie in front of one that did not."""
+        begin, stop = self.taken[k]
+        return stop - begin > _EPS and stop <= instant + _EPS
 
 
 def earliest_gap(lanes: Sequence[Timeline], release: float, length: float) -> float:
