@@ -139,3 +139,23 @@ def _fits(config: Config, problem: Problem) -> None:
     if "microbatches" in config.batch.model_fields_set and count != problem.num_microbatches:
         message = f"is {count}, expected {problem.num_microbatches}, the problem's num_microbatches"
         raise InputError(config.file, "batch.microbatches", message)
+    if config.model is not None or "pipeline" in config.model_fields_set:
+        _places_alike(config, problem)
+
+
+def _places_alike(config: Config, problem: Problem) -> None:
+    """Refuse another pipeline than the problem's: the plan could not be trained."""
+    pipeline, places = config.pipeline, tuple(stage.device for stage in problem.stages)
+    if pipeline.devices != problem.num_devices:
+        message = f"is {pipeline.devices}, expected {problem.num_devices}, as the problem has"
+        raise InputError(config.file, "pipeline.devices", message)
+    if pipeline.num_stages != len(places):
+        message = f"makes {pipeline.num_stages} stages, expected {len(places)}, as the problem has"
+        raise InputError(config.file, "pipeline.stages_per_device", message)
+    if pipeline.stage_devices != places:
+        message = f"puts the stages on devices {_listed(pipeline.stage_devices)}, but the problem on {_listed(places)}"
+        raise InputError(config.file, "pipeline.placement", message)
+
+
+def _listed(devices: tuple[int, ...]) -> str:
+    return " ".join(map(str, devices))

@@ -95,6 +95,12 @@ def test_a_budget_beside_a_problem_goes_before_its_own(tiny_problem: Problem, tm
         ({"memory": {"device_bytes": 5000}}, "memory.device_bytes: needs what weights take"),
         ({"offload": {"enabled": False}}, "offload.enabled: is false, expected a problem without channels"),
         ({"batch": {"microbatches": 9}}, "batch.microbatches: is 9, expected 4"),
+        ({"pipeline": {"devices": 3}}, "pipeline.devices: is 3, expected 2"),
+        ({"pipeline": {"stages_per_device": 2}}, "pipeline.stages_per_device: makes 4 stages, expected 2"),
+        (
+            {"model": {"layers": 2, "width": 8, "heads": 2, "context": 8}, "pipeline": {"devices": 1}},
+            "pipeline.devices: is 1",
+        ),
     ],
 )
 def test_what_a_config_says_must_fit_its_problem(section, said, tiny_problem: Problem, tmp_path):
@@ -103,9 +109,23 @@ def test_what_a_config_says_must_fit_its_problem(section, said, tiny_problem: Pr
         read_task(write(path, {"problem": tiny_problem.to_json(), **section}))
     assert str(caught.value).startswith(f"{path}: {said}")
     alike = {"batch": {"microbatches": 4}, "offload": {"enabled": True}, "memory": {"device_bytes": None}}
+    alike["pipeline"] = {"devices": 2}
     assert read_task(write(path, {"problem": tiny_problem.to_json(), **alike})).problem == tiny_problem
     without = tiny_problem.changed(channels=()).to_json()
     assert not read_task(write(path, {"problem": without, "offload": {"enabled": False}})).problem.channels
+
+
+def test_a_config_places_the_stages_as_its_problem(tiny_problem: Problem, tmp_path):
+    """Else the plan could not be trained, which would be known only then."""
+    stages = [{**stage, "device": s % 2} for s in range(4) for stage in tiny_problem.to_json()["stages"][:1]]
+    problem = {**tiny_problem.to_json(), "stages": stages, "comm_ms": [0.0] * 3}
+    config = {"problem": problem, "pipeline": {"devices": 2, "stages_per_device": 2, "placement": "v"}}
+    with pytest.raises(InputError) as caught:
+        read_task(write(tmp_path / "config.yaml", config))
+    expected = "pipeline.placement: puts the stages on devices 0 1 1 0, but the problem on 0 1 0 1"
+    assert str(caught.value) == f"{tmp_path / 'config.yaml'}: {expected}"
+    config["pipeline"]["placement"] = "interleaved"
+    assert read_task(write(tmp_path / "config.yaml", config)).problem.num_stages == 4
 
 
 def test_a_profile_carries_its_training_and_solver_settings(profile_file):

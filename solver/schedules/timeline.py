@@ -34,7 +34,7 @@ class Timeline:
         return None
 
     def _is_over(self, k: int, instant: float) -> bool:
-        """Whether interval k, and so all before it, ended by then: an empty one may lie in front of one that did not."""
+        """Whether interval k, and so all before it, ended by then: behind an empty one may be one that did not."""
         begin, stop = self.taken[k]
         return stop - begin > _EPS and stop <= instant + _EPS
 
