@@ -49,3 +49,12 @@ def make(wanted: Iterable[Wanted], backend: str | None = None) -> dict[Wanted, d
         group = dist.new_group(list(key.ranks), backend=backend, group_desc=key.purpose)
         made[key] = group if dist.get_rank() in key.ranks else None
     return {key: group for key in mine if (group := made[key]) is not None}
+
+
+def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself, or one of the same ranks on gloo where it does not carry what is on the host; all ranks of the
+    world call it together, each with a group that it is in."""
+    if gather.carries_host_tensors(group):
+        return group
+    wanted = Wanted("small things", tuple(sorted(dist.get_process_group_ranks(group))))
+    return make([wanted], "gloo")[wanted]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.config import OptimizerConfig
-from runtime import gather
+from runtime import gather, groups
 
 
 def adamw(modules: Iterable[nn.Module], settings: OptimizerConfig) -> torch.optim.AdamW:
@@ -90,7 +90,7 @@ def clip(
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     squares = _squares([p.grad for p in parameters if p.grad is not None and counts(p)])
-    norm = gather.exact_sum(squares, group) ** 0.5
+    norm = gather.exact_sum(squares, None if group is None else groups.on_host(group)) ** 0.5
     scale = most / (norm + 1e-6)
     if scale < 1.0:
         for alike in _by_mesh([p.grad for p in parameters if p.grad is not None]):
@@ -110,7 +110,7 @@ def _squares(gradients: list[Tensor]) -> list[float]:
             continue
         here = [float(norm) ** 2 for norm in torch._foreach_norm([_local(gradient) for gradient in alike])]
         if isinstance(first, DTensor):
-            total = torch.tensor(sum(here), dtype=torch.float64)
+            total = torch.tensor(sum(here), dtype=torch.float64, device=_local(first).device)
             for dimension, placement in enumerate(first.placements):
                 if not placement.is_replicate():
                     dist.all_reduce(total, group=first.device_mesh.get_group(dimension))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime import groups
+from runtime import gather, groups, optimizer
 from runtime.gradients import Copy, TiedWeights
 from runtime.groups import Wanted
 from runtime.nccl import connect_links
@@ -123,3 +123,33 @@ def one_world_after_another(rank: int, count: int) -> list[bool]:
 
 def test_groups_go_with_their_world() -> None:
     assert in_processes(3, one_world_after_another) == [[True, False], [True, True], [True, False]]
+
+
+def without_host_tensors(rank: int, count: int) -> tuple[object, list[list[float]], float, float]:
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    # As a world of plain NCCL: nothing carries tensors on the host.
+    dist.init_process_group("cuda:gloo", store=dist.PrefixStore("gpus", store), rank=rank, world_size=count)
+    with pytest.raises(RuntimeError, match="cpu"):
+        dist.all_reduce(torch.zeros(1))
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.full((2,), float(rank + 1))
+    gather.barrier()
+    norm = optimizer.clip([weight], 0.5, halves[rank // 2])
+    found = gather.objects([rank]), gather.numbers([0.5 * rank]), norm, gather.exact_sum([float(rank)])
+    gather.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=count)
+    return found
+
+
+def test_a_world_for_gpus_alone_will_do() -> None:
+    """Another program's own loop may have set up NCCL and nothing else."""
+    found = in_processes(4, without_host_tensors)
+    for rank, (objects, numbers, norm, total) in enumerate(found):
+        assert objects == [[0], [1], [2], [3]]
+        assert numbers == [[0.0], [0.5], [1.0], [1.5]]
+        assert norm == pytest.approx((2 * (1 + 4) if rank < 2 else 2 * (9 + 16)) ** 0.5)
+        assert total == 6.0
