@@ -28,12 +28,16 @@ from solver.schedules import generate
 
 #: ms of a device's forward and of each half of its backward, as a block-wise GPT on a CPU has them.
 FORWARD_MS, HALF_BACKWARD_MS = 20.0, 18.5
+#: By how much ops are longer. What host and messages add is the same for each, so it is the ops' length that says what
+#: part of a step it is.
+SCALES = (1.0, 2.0)
 MICROBATCHES = 8
 #: Of a device and microbatch; of a message.
 SAVED_BYTES, SHAPE = 4 << 20, (4, 128, 256)
 WARM_UP = 2
 HEADER = (
-    "ranks", "plan", "makespan ms", "step ms", "over plan", "iqr", "over op times", "predicted ms", "off by", "late ms",
+    "ranks", "F ms", "plan", "makespan ms", "step ms", "over plan", "iqr", "over op times", "predicted ms", "off by",
+    "late ms",
 )  # fmt: skip
 
 
@@ -55,9 +59,9 @@ PLANS = (
 )
 
 
-def table(ranks: int, iterations: int) -> list[list[Cell]]:
+def table(ranks: int, iterations: int, scale: float) -> list[list[Cell]]:
     """A row a plan, from one launch of ranks."""
-    found = launch.launch(measure_rank, {"iterations": iterations}, ranks, "cpu")
+    found = launch.launch(measure_rank, {"iterations": iterations, "scale": scale}, ranks, "cpu")
     rows: list[list[Cell]] = []
     for row in found:
         plan, step = row["makespan_ms"], statistics.median(row["steps"])
@@ -65,6 +69,7 @@ def table(ranks: int, iterations: int) -> list[list[Cell]]:
         rows.append(
             [
                 ranks,
+                round(FORWARD_MS * scale, 1),
                 row["name"],
                 round(plan, 1),
                 round(step, 1),
@@ -79,15 +84,15 @@ def table(ranks: int, iterations: int) -> list[list[Cell]]:
     return rows
 
 
-def measure_rank(rank: Rank, iterations: int) -> list[dict[str, Any]]:
+def measure_rank(rank: Rank, iterations: int, scale: float) -> list[dict[str, Any]]:
     """Run all plans on this rank; what rank 0 knows of them."""
     message = links.message_ms(0, 1, TensorSpec(SHAPE).nbytes, rank.device, 20)
     comm = max(statistics.median(row) if row else 0.0 for row in gather.objects(message))
-    return [_run(rank, emulated, comm, iterations) for emulated in PLANS]
+    return [_run(rank, emulated, comm, iterations, scale) for emulated in PLANS]
 
 
-def _run(rank: Rank, emulated: Emulated, comm_ms: float, iterations: int) -> dict[str, Any]:
-    plan = plan_of(emulated, rank.world_size, comm_ms)
+def _run(rank: Rank, emulated: Emulated, comm_ms: float, iterations: int, scale: float) -> dict[str, Any]:
+    plan = plan_of(emulated, rank.world_size, comm_ms, scale)
     problem = plan.problem
     stages = {s: _stage(problem, s) for s in problem.stages_of[rank.rank]}
     boundaries = [TensorSpec(SHAPE)] * (problem.num_stages - 1)
@@ -140,19 +145,19 @@ def _trace(ranks: list[dict[str, Any]]) -> Trace:
     return Trace(ops, max(record["end"] for record in ranks) - min(record["begin"] for record in ranks))
 
 
-def plan_of(emulated: Emulated, devices: int, comm_ms: float) -> Plan:
-    """The plan with messages that take ``comm_ms``."""
-    problem = problem_of(devices, comm_ms, emulated.bytes_per_s, v=emulated.schedule == "zb-v")
+def plan_of(emulated: Emulated, devices: int, comm_ms: float, scale: float = 1.0) -> Plan:
+    """The plan with messages that take ``comm_ms``, and ops ``scale`` times as long."""
+    problem = problem_of(devices, comm_ms, emulated.bytes_per_s, scale, v=emulated.schedule == "zb-v")
     ops = offloads(problem) if emulated.schedule == "offload" else generate(emulated.schedule, problem)
     return Plan(problem, earliest(problem, ops))
 
 
-def problem_of(devices: int, comm_ms: float, bytes_per_s: float | None, *, v: bool) -> Problem:
+def problem_of(devices: int, comm_ms: float, bytes_per_s: float | None, scale: float, *, v: bool) -> Problem:
     """Equal stages, in a V two a device, each with half of the work."""
     placement = [*range(devices), *(reversed(range(devices)) if v else ())]
     chunks = len(placement) // devices
     times = {"forward_ms": FORWARD_MS, "backward_ms": HALF_BACKWARD_MS, "weight_ms": HALF_BACKWARD_MS}
-    stage: dict[str, Any] = {name: ms / chunks for name, ms in times.items()}
+    stage: dict[str, Any] = {name: scale * ms / chunks for name, ms in times.items()}
     channels = []
     sizes = measure_bytes(
         _sleeper(0.0, 0.0, 0.0, chunks), 1, 3, torch.zeros(SHAPE), None, lambda output, target: output.sum()

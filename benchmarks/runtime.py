@@ -37,16 +37,18 @@ Part = tuple[str, Sequence[str], list[list[Cell]], str]
 def clock(rounds: int) -> Iterator[Part]:
     """Sleeping stages, two and four ranks."""
     with before_others() as first:
-        rows = [row for ranks in (2, 4) for row in emulated.table(ranks, 2 * rounds)]
+        runs = [(ranks, scale) for scale in emulated.SCALES for ranks in (2, 4)]
+        rows = [row for ranks, scale in runs for row in emulated.table(ranks, 2 * rounds, scale)]
     yield (
         "The plan's clock",
         emulated.HEADER,
         rows,
-        f"F {emulated.FORWARD_MS:g} ms, B and W {emulated.HALF_BACKWARD_MS:g} ms each, in a V half of that a stage; "
-        f"{emulated.MICROBATCHES} microbatches. Ranks ran {_where(first)}. `over plan`: median step over makespan, in "
-        "which messages take what gloo takes for them alone; `over op times`: over the makespan with ops as long as "
-        "they were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: what the "
-        "host adds to an op, median.",
+        f"B and W {emulated.HALF_BACKWARD_MS:g} ms each where F takes {emulated.FORWARD_MS:g}, in a V half of that a "
+        f"stage; {emulated.MICROBATCHES} microbatches. Ranks ran {_where(first)}. `over plan`: median step over "
+        "makespan, in which messages take what gloo takes for them alone; `over op times`: over the makespan with ops "
+        "as long as they were; `predicted`: that with messages as long as they were too, as a profile has it; `late`: "
+        "what the host adds to an op, median. It adds the same to each op and message, so that longer ops keep the "
+        "plan better.",
     )
 
 
