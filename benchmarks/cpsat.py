@@ -40,22 +40,25 @@ Cell = tuple[int, int]
 class Model:
     """A CP-SAT model and its variables, by (stage, microbatch).
 
-    ``unit``: ticks a millisecond. ``start``: start ticks by op. ``ended``: end of B or BW. ``moved``, ``again``,
-    ``fused``: whether the cell is offloaded, recomputed, has one BW; absent where it is not possible.
+    ``unit``: ticks a millisecond. ``parts``: equal parts of an activation, of which a transfer moves one or more.
+    ``start``: start ticks by op. ``ended``: end of B or BW. ``moved``, ``again``, ``fused``: whether the cell is
+    offloaded, recomputed, has one BW; absent where it is not possible. ``share``: how many parts of it are moved.
     """
 
     cp: cp_model.CpModel
     tab: Tables
     unit: float
     horizon: int
+    parts: int = 1
     start: dict[tuple[Kind, int, int], cp_model.IntVar] = field(default_factory=dict)
     moved: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
+    share: dict[Cell, Any] = field(default_factory=dict)
     again: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
     fused: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
     ended: dict[Cell, Any] = field(default_factory=dict)
     compute: dict[int, list[Any]] = field(default_factory=dict)
     carried: dict[int, list[Any]] = field(default_factory=dict)
-    held: dict[int, list[tuple[Any, int]]] = field(default_factory=dict)
+    held: dict[int, list[tuple[Any, int, int, Any]]] = field(default_factory=dict)
 
     def ticks(self, ms: float) -> int:
         return round(ms * self.unit)
@@ -86,6 +89,7 @@ def build(
     hint: bool = False,
     longest: float = math.inf,
     ascending: Collection[Kind] = (Kind.F, Kind.B, Kind.W),
+    parts: int = 1,
 ) -> Model:
     """The model. The horizon is the makespan of the plainest list schedule, or ``longest`` ms if that is less; with
     ``hint`` CP-SAT begins from that schedule.
@@ -101,7 +105,7 @@ def build(
     latest = min(latest, longest)
     # Rounding may make the ops of the start longer, by half a tick each.
     slack = 0 if all(float(t * unit).is_integer() for t in tab.forward + tab.backward) else tab.m * tab.S * 5
-    model = Model(cp_model.CpModel(), tab, unit, math.ceil(latest * unit) + slack)
+    model = Model(cp_model.CpModel(), tab, unit, math.ceil(latest * unit) + slack, parts)
     for s in range(tab.S):
         for j in range(tab.m):
             _add_cell(model, (s, j))
@@ -158,18 +162,29 @@ def _add_cell(model: Model, cell: Cell) -> None:
 def _add_transfers(model: Model, cell: Cell) -> None:
     tab, cp, (s, _) = model.tab, model.cp, cell
     moved = model.moved[cell] = cp.new_bool_var(f"moved{cell}")
+    share = model.share[cell] = 1 if model.parts == 1 else cp.new_int_var(1, model.parts, f"share{cell}")
     out, back = model.new_start(Kind.O, cell), model.new_start(Kind.R, cell)
-    o, r = model.ticks(tab.offload[s]), model.ticks(tab.reload[s])
+    o, r = (model.ticks(length / model.parts) for length in (tab.offload[s], tab.reload[s]))
     cp.add(out >= model.start[Kind.F, *cell] + model.ticks(tab.forward[s])).only_enforce_if(moved)
-    cp.add(back >= out + o).only_enforce_if(moved)
-    cp.add(model.start[Kind.B, *cell] >= back + r).only_enforce_if(moved)
+    cp.add(back >= out + o * share).only_enforce_if(moved)
+    cp.add(model.start[Kind.B, *cell] >= back + r * share).only_enforce_if(moved)
     cp.add(out == model.start[Kind.F, *cell]).only_enforce_if(moved.negated())
     cp.add(back == out).only_enforce_if(moved.negated())
+    if model.parts > 1:
+        cp.add(share == 1).only_enforce_if(moved.negated())
     for way, (variable, length) in enumerate(((out, o), (back, r))):
         lane = 2 * tab.device[s] + way
         for channel in tab.lane_list[tab.lane_ptr[lane] : tab.lane_ptr[lane + 1]]:
-            interval = cp.new_optional_fixed_size_interval_var(variable, length, moved, "")
-            model.carried.setdefault(channel, []).append(interval)
+            model.carried.setdefault(channel, []).append(_transfer(model, variable, length, share, moved))
+
+
+def _transfer(model: Model, start: cp_model.IntVar, ticks: int, share: Any, moved: cp_model.IntVar) -> Any:
+    """The interval of a transfer of ``share`` parts that take so many ticks each."""
+    if model.parts == 1:
+        return model.cp.new_optional_fixed_size_interval_var(start, ticks, moved, "")
+    end = model.cp.new_int_var(0, model.horizon + ticks * model.parts, "")
+    model.cp.add(end == start + ticks * share)
+    return model.cp.new_optional_interval_var(start, ticks * share, end, moved, "")
 
 
 def _add_recompute(model: Model, cell: Cell) -> None:
@@ -195,9 +210,11 @@ def _add_memory(model: Model, cell: Cell) -> None:
         stays = choices[0].negated()
     _hold(model, s, begin, end, size, stays)
     if moved is not None:
-        gone, back = model.start[Kind.O, *cell] + model.ticks(tab.offload[s]), model.start[Kind.R, *cell]
+        part, parts = tab.movable[s] // model.parts, model.parts
+        assert part * parts == tab.movable[s], "parts are whole bytes"
+        gone, back = _gone(model, cell), model.start[Kind.R, *cell]
         _hold(model, s, begin, gone, size, moved)
-        _hold(model, s, gone, back, size - tab.movable[s], moved)
+        _hold(model, s, gone, back, size - tab.movable[s], moved, part if parts > 1 else 0, parts - model.share[cell])
         _hold(model, s, back, end, size, moved)
     if again is not None:
         ran, back = begin + model.ticks(tab.forward[s]), model.start[Kind.C, *cell]
@@ -207,16 +224,28 @@ def _add_memory(model: Model, cell: Cell) -> None:
     _hold(model, s, end, model.start[Kind.W, *cell] + model.ticks(tab.weight[s]), tab.context[s])
 
 
-def _hold(model: Model, s: int, start: Any, end: Any, size: int, when: Any = None) -> None:
-    """The stage's device holds so many bytes from start to end (if ``when`` is true)."""
-    if size <= 0:
+def _gone(model: Model, cell: Cell) -> Any:
+    """The end of an offload."""
+    start, ticks = model.start[Kind.O, *cell], model.ticks(model.tab.offload[cell[0]] / model.parts)
+    if model.parts == 1:
+        return start + ticks
+    end = model.cp.new_int_var(0, model.horizon + ticks * model.parts, "")
+    model.cp.add(end == start + ticks * model.share[cell])
+    return end
+
+
+def _hold(
+    model: Model, s: int, start: Any, end: Any, size: int, when: Any = None, part: int = 0, stay: Any = 0
+) -> None:
+    """The stage's device holds so many bytes, and ``stay`` parts, from start to end (if ``when`` is true)."""
+    if size <= 0 and part <= 0:
         return
     length = model.cp.new_int_var(0, model.horizon, "")
     if when is None:
         interval = model.cp.new_interval_var(start, length, end, "")
     else:
         interval = model.cp.new_optional_interval_var(start, length, end, when, "")
-    model.held.setdefault(model.tab.device[s], []).append((interval, size))
+    model.held.setdefault(model.tab.device[s], []).append((interval, size, part, stay))
 
 
 def _add_data(model: Model, ascending: Collection[Kind]) -> None:
@@ -246,9 +275,10 @@ def _add_resources(model: Model) -> None:
         model.cp.add_no_overlap(intervals)
     for d, held in model.held.items():
         budget = model.tab.budget[d]
-        common = reduce(math.gcd, (size for _, size in held))
+        common = reduce(math.gcd, (bytes_ for _, size, part, _ in held for bytes_ in (size, part)))
         if budget < NO_LIMIT:
-            model.cp.add_cumulative([i for i, _ in held], [size // common for _, size in held], budget // common)
+            demands = [size // common + part // common * stay for _, size, part, stay in held]
+            model.cp.add_cumulative([interval for interval, *_ in held], demands, budget // common)
 
 
 def _hint(model: Model, start: Ops) -> None:
@@ -264,7 +294,7 @@ def _hint(model: Model, start: Ops) -> None:
             model.cp.add_hint(choice, (kind, s, j) in there)
 
 
-def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
+def solved_ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
     """The ops of a solution, in ticks; ``earliest`` gives them their times."""
     tab = model.tab
 
@@ -282,8 +312,12 @@ def _ops(model: Model, solved: cp_model.CpSolver) -> Iterator[Op]:
         if kind == Kind.C and not is_on(model.again, cell):
             continue
         what = Kind.BW if kind == Kind.B and is_on(model.fused, cell) else kind
-        begin = solved.value(variable)
-        yield Op(what, s, j, float(begin), float(begin + model.ticks(lengths[what][s])))
+        begin, ticks, moved = solved.value(variable), model.ticks(lengths[what][s]), None
+        if what in (Kind.O, Kind.R) and model.parts > 1:
+            share = solved.value(model.share[cell])
+            ticks = ticks // model.parts * share
+            moved = None if share == model.parts else tab.movable[s] // model.parts * share
+        yield Op(what, s, j, float(begin), float(begin + ticks), moved)
 
 
 @dataclass(frozen=True)
@@ -326,7 +360,7 @@ def solve_with_cpsat(
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     ops = None
     if found:
-        ops = earliest(problem, Ops.of(_ops(model, solver)))
+        ops = earliest(problem, Ops.of(solved_ops(model, solver)))
         if violations := verify(problem, ops):
             raise AssertionError(f"the model allows what the rules do not: {violations[0]}")
     bound = solver.best_objective_bound / model.unit

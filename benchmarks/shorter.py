@@ -3,9 +3,9 @@
     python benchmarks/shorter.py --seconds 900
 
 HiGHS looks for a schedule with transfers of any part whose microbatches ascend in every kind of op of every stage;
-CP-SAT for one with whole transfers whose microbatches overtake each other, or do so in all but forwards. Where both
-prove that there is none, only a plan that moves parts and has microbatches overtake each other could be shorter; the
-proven bounds, which allow that and more, are then short, or such a plan exists.
+CP-SAT for one with whole transfers, or of halves, whose microbatches overtake each other, or do so in all but forwards.
+Where both prove that there is none, only a plan that moves other parts and has microbatches overtake each other could
+be shorter; the proven bounds, which allow that and more, are then short, or such a plan exists.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from solver.milp.precedence import Contradiction
 
 PARTS = "microbatches in order, any part"
 FORWARDS, WHOLE = "forwards in order, whole transfers", "microbatches in any order, whole transfers"
+HALVES = "microbatches in any order, halves and wholes"
 #: Small problems with a gap, makespans (ms) below which a plan is looked for, and of which kind.
 CASES = (
     ("unit-s4-m8-memS2-off1", 28.7, PARTS),
     ("unit-s4-m8-memS2-off1", 29.0, FORWARDS),
     ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
+    ("unit-s4-m8-memS2-off2", 32.0, HALVES),
 )
 HEADER = ("instance", "proven bound", "best known", "plans with", "shorter than", "there is", "seconds")
 #: What a solver's status says of such plans.
@@ -54,11 +56,12 @@ def with_parts(problem: Problem, below: float, lower: float, seconds: float) -> 
     return "one" if result.solution is not None else _THERE_IS.get(result.status, "unknown")
 
 
-def with_whole_transfers(
-    problem: Problem, below: float, ascending: Collection[Kind], seconds: float, threads: int
+def with_equal_parts(
+    problem: Problem, below: float, ascending: Collection[Kind], parts: int, seconds: float, threads: int
 ) -> str:
-    """The same of CP-SAT, for whole transfers. ``below`` and all times are whole ms."""
-    model = build(problem, longest=math.ceil(below) - 1, ascending=ascending)
+    """The same of CP-SAT, for transfers of some of a microbatch's equal parts. ``below`` and all times, also that of a
+    part, are whole ms."""
+    model = build(problem, longest=math.ceil(below) - 1, ascending=ascending, parts=parts)
     assert model.unit == 1.0, "times are whole ms: else a tick below is not the next shorter makespan"
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.max_time_in_seconds = threads, seconds
@@ -71,8 +74,8 @@ def searched(name: str, below: float, kind: str, seconds: float, threads: int) -
     if kind == PARTS:
         found = with_parts(problem, below, known.bound_ms, seconds)
     else:
-        ascending = (Kind.F,) if kind == FORWARDS else ()
-        found = with_whole_transfers(problem, below, ascending, seconds, threads)
+        ascending, parts = (Kind.F,) if kind == FORWARDS else (), 2 if kind == HALVES else 1
+        found = with_equal_parts(problem, below, ascending, parts, seconds, threads)
     return [name, known.bound_ms, known.best_ms, kind, below, found, round(time.monotonic() - began, 1)]
 
 
@@ -91,7 +94,7 @@ def main() -> None:
     about = (
         f"{given.seconds:g} s each. HiGHS (2 threads) looks for schedules with transfers of any part whose "
         f"microbatches ascend in every kind of op of every stage; CP-SAT ({given.threads} threads) for schedules with "
-        "whole transfers, on whole ms, which loses nothing where all times are whole.\n"
+        "transfers of wholes, or of halves and wholes, on whole ms, which loses nothing where all times are whole.\n"
     )
     tables.show("Shorter plans", HEADER, rows)
     tables.write_markdown(

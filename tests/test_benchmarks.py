@@ -7,9 +7,12 @@ import pytest
 
 from benchmarks import comparison, lab, scale
 from optpipe import semantics
+from optpipe.ops import Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from optpipe.verify import verify_plan
+from optpipe.timing import earliest
+from optpipe.verify import verify, verify_plan
+from solver.bounds import lower_bound
 from tests.random_schedules import random_problem
 from tests.small_problems import small_problem
 from tests.time_indexed import optimum
@@ -53,6 +56,41 @@ def test_cpsat_in_any_order_finds_what_an_independent_model_does(seed: int) -> N
     found = round(solver.objective_value / model.unit)
     assert optimum(problem, found, ascending=False, fuse=True) == pytest.approx(found)
     assert solver.solve(build(problem, longest=found - 1, ascending=()).cp) == cp_model.INFEASIBLE
+
+
+@pytest.mark.parametrize("out", [2.0, 4.0])
+@pytest.mark.parametrize("context", [0, 1, 2])
+@pytest.mark.parametrize("budget", [4, 6, 8])
+def test_cpsat_moves_halves_where_that_is_shorter(budget: int, context: int, out: float) -> None:
+    """Its schedules are valid, never longer than with whole transfers, and never below the bound of all schedules."""
+    pytest.importorskip("ortools")
+    from ortools.sat.python import cp_model
+
+    from benchmarks.cpsat import build, solved_ops
+
+    stage = dict.fromkeys(("forward_ms", "backward_ms", "weight_ms"), 1.0)
+    moved = {"activation_bytes": 4, "offloadable_bytes": 4, "offload_ms": out, "reload_ms": 2.0}
+    ends = [{"device": d, "direction": way} for d in range(3) for way in ("d2h", "h2d")]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 4,
+            "devices": [{"memory_bytes": budget}] * 3,
+            "stages": [{**stage, **moved, "weight_context_bytes": context, "device": d} for d in range(3)],
+            "comm_ms": [0.0] * 2,
+            "channels": [{"name": f"c{n}", "transfers": [end]} for n, end in enumerate(ends)],
+        }
+    )
+    found = []
+    for parts in (1, 2):
+        model, solver = build(problem, ascending=(), parts=parts), cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        assert solver.solve(model.cp) == cp_model.OPTIMAL
+        ops = earliest(problem, Ops.of(solved_ops(model, solver)))
+        assert verify(problem, ops) == []
+        found.append(semantics.makespan(ops))
+    assert lower_bound(problem) - 1e-9 <= found[1] <= found[0]
+    if budget == 6:
+        assert found[1] < found[0], "half of one stays beside another that is whole"
 
 
 def line(name: str, *, bound: float, best: float, runs: dict[tuple[str, float], dict[str, object]]) -> comparison.Line:
