@@ -21,7 +21,7 @@ from optpipe.problem import Problem
 from runtime import batch_norm
 from runtime.accounting import Ledger
 from runtime.host_memory import HostPool
-from runtime.stage import LossFn, Stage, measure_bytes, own_random_numbers
+from runtime.stage import LossFn, Stage, measure_bytes, own_random_numbers, parameters_of
 from runtime.transport import Parcel
 
 _WARM_UP, _REPEATS = 2, 5
@@ -89,8 +89,7 @@ def measure(
             last = number == len(stages) - 1
             stage = _Measurement(module, number, len(stages), loss_fn, x, targets if last else None)
             found.append({"device": device, **stage.figures(bandwidth)})
-            with torch.no_grad():
-                x = module(x).detach()
+            x = _handed_on(module, x)
     devices = max(stage_devices) + 1
     problem = Problem.model_validate(
         {
@@ -158,7 +157,7 @@ class _Measurement:
 
     def _median(self, *, split: bool) -> list[float]:
         """Of F, B or BW, and W, ms. Gradients are left as they were."""
-        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        gradients = [(parameter, parameter.grad) for parameter in parameters_of(self.module, self.loss_fn)]
         try:
             rows = [self._once(split=split) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
         finally:
@@ -205,6 +204,11 @@ def _layer_costs(layers: Sequence[nn.Module], loss_fn: LossFn, inputs: Tensor, t
         last = number == len(layers) - 1
         measurement = _Measurement(layer, number, len(layers), loss_fn, x, targets if last else None)
         costs.append(measurement.cost())
-        with torch.no_grad():
-            x = layer(x).detach()
+        x = _handed_on(layer, x)
     return costs
+
+
+def _handed_on(module: nn.Module, x: Tensor) -> Tensor:
+    """What the next stage gets, laid out as in a run, where it is received into memory of its own."""
+    with torch.no_grad():
+        return module(x).detach().clone(memory_format=torch.contiguous_format)

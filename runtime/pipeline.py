@@ -89,16 +89,18 @@ class Pipeline:
             boundaries = _seen(parts, example)
         self.stages = {s: _module(parts, s).to(device) for s in problem.stages_of[own]}
         self.device = torch.device(device)
+        self._loss_fn = loss_fn.to(device) if isinstance(loss_fn, nn.Module) else None
         self.result: StepResult | None = None
         self._holds = 0 in self.stages, problem.num_stages - 1 in self.stages
         self._microbatches, self._number = problem.num_microbatches, first_step
         self._executor = Executor(plan, self.stages, boundaries, loss_fn, device=device, **options)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once."""
+        """The parameters of this rank's stages, and of the loss where this rank holds the last one, each once."""
         seen: set[int] = set()
-        for stage in self.stages.values():
-            for parameter in stage.parameters():
+        loss = [self._loss_fn] if self._loss_fn is not None and self._holds[1] else []
+        for part in (*self.stages.values(), *loss):
+            for parameter in part.parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter

@@ -67,6 +67,13 @@ def constants(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor) and not value.requires_grad)
 
 
+def parameters_of(module: nn.Module, loss_fn: LossFn) -> Iterator[nn.Parameter]:
+    """Those of a stage and of its loss, where that is a module."""
+    yield from module.parameters()
+    if isinstance(loss_fn, nn.Module):
+        yield from loss_fn.parameters()
+
+
 @dataclass
 class _Microbatch:
     """What a stage keeps of a microbatch from F to W."""
@@ -373,7 +380,7 @@ def measure_bytes(
     target
         Of the last stage.
     """
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(module, loss_fn)]
     try:
         with batch_norm.run_again(), own_random_numbers(x.device):  # what is measured is no training
             split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
@@ -412,7 +419,7 @@ def _measured(
         gradient = Parcel(value, ledger.hold(value))
         output.hold.release()
     found["saved"] = stage.saved_bytes(0)
-    for parameter in module.parameters():
+    for parameter in parameters_of(module, loss_fn):
         parameter.grad = None
     given = stage.backward(0, gradient)
     found["peak"] = ledger.activation_peak

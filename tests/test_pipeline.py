@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import optpipe
+from optpipe import memory
 from optpipe.errors import InputError
 from optpipe.plan import Plan
 from optpipe.problem import Problem
@@ -76,6 +77,57 @@ def test_measuring_leaves_no_gradients_and_no_other_random_numbers():
     measure(layers, own.loss_fn, inputs, targets, stage_devices=(0, 1), microbatches=M)
     assert torch.equal(torch.rand(2), expected)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
+
+
+class Loss(nn.Module):
+    """A loss that learns its temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, targets):
+        return own.loss_fn(output * self.temperature, targets)
+
+
+def test_a_loss_may_learn():
+    """Measuring leaves it alone; its parameters are among those to train, on the rank that has it."""
+    loss, layers = Loss(), own.layers()
+    inputs, targets = own.batch(1, 0)
+    problem, counts = measure(layers, loss, inputs, targets, stage_devices=(0, 0), microbatches=M)
+    assert loss.temperature.grad is None
+    plan = Plan(problem, generate("gpipe", problem, "makespan"), extra={"partition": counts})
+    with Pipeline(plan, layers, loss, inputs) as pipeline:
+        trained = list(pipeline.parameters())
+        assert any(parameter is loss.temperature for parameter in trained)
+        assert len({id(parameter) for parameter in trained}) == len(trained)
+        pipeline.step(*own.batch(M, 0))
+    assert loss.temperature.grad is not None
+
+
+class Wide(nn.Module):
+    """Gives a view of a smaller storage."""
+
+    def forward(self, x):
+        return x.mean(1, keepdim=True).expand(-1, 256)
+
+
+def handing_on_a_view(rank: int, count: int) -> tuple[int, int]:
+    """The peak as measured and as planned."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), Wide(), nn.Linear(256, 256), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+    inputs, targets = torch.randn(8, 16), torch.randn(8, 256)
+    loss = nn.functional.mse_loss
+    problem, counts = measure(layers, loss, inputs, targets, stage_devices=(0, 1), microbatches=M, counts=[2, 4])
+    plan = Plan(problem, generate("gpipe", problem, "makespan"), extra={"partition": counts})
+    with Pipeline(plan, layers, loss, inputs) as pipeline:
+        pipeline.step(inputs.repeat(M, 1), targets.repeat(M, 1))
+        return pipeline.result.peak_bytes, memory.peaks(problem, plan.ops)[rank]
+
+
+def test_what_is_measured_has_the_layout_of_what_is_received():
+    for peak, planned in in_processes(2, handing_on_a_view):
+        assert 0 < peak <= planned
 
 
 def test_counts_that_do_not_fit_are_refused():
