@@ -88,6 +88,7 @@ def save(
                 shutil.rmtree(path)
         gather.barrier()
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, others need the place
         raise InputError(target, "", f"cannot be written: {error.strerror or error}") from None
 
 

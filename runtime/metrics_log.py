@@ -129,6 +129,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: str | Path | None, steps: int = 0) -> None:
+        self._path = path
         self._stream: IO[str] | None = None
         if path is not None:
             try:
@@ -140,9 +141,18 @@ class MetricsLog:
                 raise InputError(path, "", f"cannot be written: {error.strerror or error}") from None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record.
+
+        Raises
+        ------
+        InputError
+            The disk is full, or the file is gone.
+        """
         if self._stream is not None:
-            self._stream.write(json.dumps(record) + "\n")
+            try:
+                self._stream.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise InputError(self._path or "", "", f"cannot be written: {error.strerror or error}") from None
 
     def __enter__(self) -> Self:
         return self

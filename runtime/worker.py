@@ -134,13 +134,13 @@ def main() -> None:
         work = getattr(importlib.import_module(task["module"]), task["function"])
         me = Rank(rank, world_size, device, lambda message: say("message", message))
         say("result", work(me, **task["arguments"]))
+        # All reach this point or none: whoever leaves early closes the others' connections under their last messages.
+        gather.barrier()
     except BaseException as error:
         say("error", report_of(error) | {"met": met})
         # The others learn of it from the launcher; a clean-up that waits for them could last for ever.
         pipe.flush()
         os._exit(1)
-    # All reach this point or none: whoever leaves early closes the others' connections under their last messages.
-    gather.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

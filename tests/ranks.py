@@ -28,6 +28,14 @@ def sleep(rank: Rank) -> None:
     time.sleep(100)
 
 
+def fail_alone(rank: Rank) -> None:
+    """Rank 0 fails after its last word to the others, who have ended."""
+    dist.barrier()
+    if rank.rank == 0:
+        time.sleep(0.5)
+        raise InputError("out.json", "", "cannot be written: No space left on device")
+
+
 def fail(rank: Rank, how: str) -> None:
     """Rank 1 fails while the others wait for it."""
     dist.barrier()

@@ -191,6 +191,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InputError, match="run: cannot be written: No space left on device"):
         checkpoint.save(tmp_path / "run", {0: stage(0, 2)}, {"step": 2}, spread=True)
     assert checkpoint.load(tmp_path / "run")[1]["step"] == 1
+    assert not list((tmp_path / "run").glob(".*")), "what was begun takes no place"
 
 
 def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ def test_the_first_cause_is_named_not_the_ranks_that_lost_their_peer(
     assert str(caught.value) == message
 
 
+def test_a_rank_that_fails_when_others_have_ended_is_the_only_one_heard(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(InputError) as caught:
+        launch.launch(ranks.fail_alone, {}, 2, "cpu")
+    assert str(caught.value) == "out.json: cannot be written: No space left on device"
+    said = capfd.readouterr()
+    assert "Traceback" not in said.out + said.err
+
+
 #: A rank that gloo could not connect, with the words of torch 2.13.
 UNCONNECTED = """
 import json, os, sys

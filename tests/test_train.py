@@ -20,7 +20,7 @@ from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.timing import earliest
 from runtime import checkpoint, data, launch, optimizer, stages
-from runtime.metrics_log import Step
+from runtime.metrics_log import MetricsLog, Step
 from runtime.model import build_layers, loss_fn
 from runtime.train import settings_of, train
 from runtime.trainer import VALIDATION_BATCHES
@@ -276,3 +276,16 @@ def test_a_loss_that_explodes_ends_the_run() -> None:
     )
     with pytest.raises(RunFailed, match=r"the loss is .* in step \d: try a lower optimizer.learning_rate"):
         train(plan_of(config))
+
+
+def test_a_metrics_file_on_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, _: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "_stream", Full())
+            with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
+                log.write({"step": 1})
+        log.write({"step": 1})
