@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, PrivateAttr, model_validator
 from optpipe import files
 from optpipe.errors import InputError
 from optpipe.hardware import Hardware
-from optpipe.problem import Problem
+from optpipe.problem import Name, Problem
 from optpipe.sections import (
     BatchConfig,
     DataConfig,
@@ -64,7 +64,7 @@ def _hardware(value: Any) -> Any:
 class Config(Section):
     """A whole config file. ``problem``, ``profile`` or ``hardware`` say what to solve without measuring first."""
 
-    name: str = ""
+    name: Name = ""
     model: ModelConfig | None = None
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()

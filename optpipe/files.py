@@ -36,6 +36,7 @@ _EXPECTED = {
     "dict_type": "expected a mapping",
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
+    "string_pattern_mismatch": "expected text without control characters",
 }
 
 
@@ -67,6 +68,11 @@ def read_json(path: str | Path) -> Any:
     InputError
         The file is missing or is not JSON, or a mapping has a key twice (the last one would win in silence).
     """
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: str | Path) -> Any:
+    """The same of a text that was read from ``path``."""
 
     def refuse(constant: str) -> Any:
         raise InputError(path, "", f"{constant} is not JSON, expected a finite number")
@@ -84,7 +90,7 @@ def read_json(path: str | Path) -> Any:
         return found
 
     try:
-        return json.loads(read_text(path), parse_constant=refuse, parse_float=number, object_pairs_hook=mapping)
+        return json.loads(text, parse_constant=refuse, parse_float=number, object_pairs_hook=mapping)
     except json.JSONDecodeError as error:
         raise InputError(path, f"line {error.lineno}", f"is not JSON: {error.msg}") from None
     except RecursionError:
@@ -126,8 +132,13 @@ def read_yaml(path: str | Path) -> Any:
     InputError
         The file is missing or is not YAML.
     """
+    return parse_yaml(read_text(path), path)
+
+
+def parse_yaml(text: str, path: str | Path) -> Any:
+    """The same of a text that was read from ``path``."""
     try:
-        return yaml.load(read_text(path), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise InputError(path, f"line {mark.line + 1}" if mark else "", f"is not YAML: {error.problem}") from None

@@ -20,6 +20,8 @@ LONGEST_MS = 1e12
 
 Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=2**62)]
+#: Names are printed as they are.
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 Direction = Literal["d2h", "h2d"]
 
 #: Unknown keys are kept, so that a plan of a later version survives a round trip; ``Problem.read`` refuses them.
@@ -123,7 +125,7 @@ class Channel(BaseModel):
     """Something that carries one transfer at a time."""
 
     model_config = _MODEL
-    name: str
+    name: Name
     transfers: tuple[Transfer, ...]
 
 
@@ -131,7 +133,7 @@ class Problem(BaseModel):
     """Stages on devices, microbatches, times, sizes and channels: what a schedule is made for."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", ignored_types=(cached_property,))
-    name: str = ""
+    name: Name = ""
     num_microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
     devices: Annotated[tuple[Device, ...], Field(min_length=1)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
@@ -167,6 +169,10 @@ class Problem(BaseModel):
                         f"{size} is more than activation_bytes, expected at most {stage.activation_bytes}",
                     )
         check_use(self.stages, count)
+        if self.num_microbatches * sum(stage.activation_bytes for stage in self.stages) >= 2**62:
+            largest = max(range(len(self.stages)), key=lambda s: self.stages[s].activation_bytes)
+            message = "is too large, expected less than 2^62 bytes for all microbatches of all stages together"
+            raise _wrong(f"stages[{largest}].activation_bytes", message)
         if len(self.comm_ms) != len(self.stages) - 1:
             raise _wrong(
                 "comm_ms",

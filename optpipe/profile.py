@@ -14,7 +14,7 @@ from optpipe import files
 from optpipe.config import Config, Listed
 from optpipe.errors import InputError
 from optpipe.hardware import Hardware
-from optpipe.problem import Bytes, Direction, Milliseconds, Problem, check_channels, check_use
+from optpipe.problem import Bytes, Direction, Milliseconds, Name, Problem, check_channels, check_use
 
 FORMAT, VERSION = "optpipe-profile", 1
 #: Samples of one timing that a file keeps.
@@ -137,7 +137,7 @@ class TransferProfile(_Part):
 class ChannelProfile(_Part):
     """Something that carries one transfer at a time, and the transfers that it carries."""
 
-    name: str
+    name: Name
     transfers: Listed[TransferProfile]
 
 
@@ -161,7 +161,7 @@ class Profile(_Part):
 
     format: Literal["optpipe-profile"]
     version: Literal[1]
-    name: str = ""
+    name: Name = ""
     machine: dict[str, Any] = {}
     stages: Annotated[tuple[StageProfile, ...], Field(strict=False, min_length=1)]
     devices: Annotated[tuple[DeviceProfile, ...], Field(strict=False, min_length=1)]

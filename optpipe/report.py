@@ -28,6 +28,11 @@ def size_text(size: float) -> str:
     return f"{size:,.4g} TB"
 
 
+def printable(value: Any) -> str:
+    """As text for a terminal, whatever a file held: control characters become question marks."""
+    return "".join(c if c.isprintable() else "?" for c in str(value))
+
+
 def facts(plan: Plan) -> list[str]:
     """What there is to say about a plan as a whole, in two lines: what it is, and how good."""
     problem, measured = plan.problem, metrics.measure(plan.problem, plan.ops)
@@ -39,9 +44,9 @@ def facts(plan: Plan) -> list[str]:
             (problem.num_microbatches, "microbatch"),
         )
     ).replace("batchs", "batches")
-    method = f", by {plan.solver['method']}" if plan.solver.get("method") else ""
+    method = f", by {printable(plan.solver['method'])}" if plan.solver.get("method") else ""
     if plan.solver.get("source") not in (None, "", plan.solver.get("method")):
-        method += f" ({plan.solver['source']})"
+        method += f" ({printable(plan.solver['source'])})"
     figures = [f"makespan {measured.makespan_ms:.5g} ms"]
     if plan.lower_bound_ms is not None:
         gap = "" if plan.gap is None else f" (gap {max(plan.gap, 0.0):.2%})"

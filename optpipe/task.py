@@ -93,8 +93,9 @@ def read_plan(path: str | Path) -> Plan | None:
 
 def _value(path: str | Path) -> Any:
     """What the file holds: JSON where it starts like an object (unless its name says YAML), else YAML."""
-    is_object = files.read_text(path).lstrip().startswith("{")
-    return files.read_json(path) if is_object and Path(path).suffix not in (".yaml", ".yml") else files.read_yaml(path)
+    text = files.read_text(path)  # once: it may be a pipe
+    is_json = text.lstrip().startswith("{") and Path(path).suffix not in (".yaml", ".yml")
+    return files.parse_json(text, path) if is_json else files.parse_yaml(text, path)
 
 
 def _no_profile(profile: str | Path | None, what: str) -> None:

@@ -58,6 +58,15 @@ def test_a_bad_order_is_mended_to_the_optimum() -> None:
     assert semantics.makespan(found) == pytest.approx(3 * m + 1)
 
 
+def test_a_channel_that_carries_nothing_is_no_matter() -> None:
+    rng = random.Random(1)
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+    channels = problem.to_json().get("channels", [])
+    idle = fitted(problem, ops).changed(channels=[{"name": "idle", "transfers": []}, *channels])
+    assert verify(idle, anneal_sequences(idle, ops, seconds=60.0, effort=0.1, seed=1)) == []
+
+
 def test_transfers_are_refused() -> None:
     rng = random.Random(5)
     while True:

@@ -15,7 +15,7 @@ from cli import main
 from optpipe.errors import InputError
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from optpipe.verify import verify_plan
+from optpipe.verify import verify, verify_plan
 from solver.milp.export import program_of
 from solver.schedules import generate
 from tests.small_problems import small_problem
@@ -91,6 +91,23 @@ def test_what_is_too_large_for_one_program_is_refused():
     problem = Problem.read(instance)
     with pytest.raises(InputError, match="order bits, expected at most"):
         program_of(problem, generate("sequential", problem, "makespan"), "mps")
+
+
+def test_what_no_program_can_do_is_said():
+    """Two stages that fit one after the other only where one of them is computed again."""
+    stage = {"forward_ms": 1.0, "backward_ms": 1.0, "weight_ms": 1.0, "activation_bytes": 100, "checkpoint_bytes": 20}
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 2,
+            "devices": [{"memory_bytes": 120}],
+            "stages": [{"device": 0, **stage}] * 2,
+            "comm_ms": [0.0],
+        }
+    )
+    ops = generate("sequential", problem, "makespan")
+    assert verify(problem, ops) == []
+    with pytest.raises(InputError, match="has no solution as short as this: it leaves out recomputation"):
+        program_of(problem, ops, "mps")
 
 
 def test_solve_with_a_solver_of_pulps(tmp_path):

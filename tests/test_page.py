@@ -166,6 +166,12 @@ def test_facts_of_the_solver_are_told(tiny_plan):
     assert facts["variables"] == "1,234, 567 of them binary"
 
 
+def test_facts_of_another_tool_need_not_be_numbers(tiny_plan):
+    tiny_plan.solver = {"method": ["a"], "seconds": "long", "milp": {"columns": None, "rows": [1], "binaries": {}}}
+    facts = dict(map(tuple, view.of_plan(tiny_plan, "plan")["facts"]))
+    assert (facts["solver time"], facts["variables"], facts["rows"]) == ("long s", "None, {} of them binary", "[1]")
+
+
 # --- the picture ----------------------------------------------------------------------------------------------------
 
 

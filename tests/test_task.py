@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,37 @@ def test_a_config_places_the_stages_as_its_problem(tiny_problem: Problem, tmp_pa
     assert str(caught.value) == f"{tmp_path / 'config.yaml'}: {expected}"
     config["pipeline"]["placement"] = "interleaved"
     assert read_task(write(tmp_path / "config.yaml", config)).problem.num_stages == 4
+
+
+def test_a_file_is_read_once(tiny_problem: Problem, tmp_path):
+    """It may be a pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(json.dumps(tiny_problem.to_json()),), daemon=True)
+    writer.start()
+    assert read_task(pipe).problem == tiny_problem
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"name": "a\x1b[31m"}, "name: expected text without control characters"),
+        ({"channels": [{"name": "a\nb", "transfers": []}]}, "channels[0].name: expected text without control"),
+    ],
+)
+def test_names_can_be_printed(part, said, tiny_problem: Problem, tmp_path):
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_task(write(tmp_path / "problem.json", {**tiny_problem.to_json(), **part}))
+
+
+def test_all_activations_together_have_a_size_that_can_be_counted(tiny_problem: Problem, tmp_path):
+    value = tiny_problem.to_json()
+    value["stages"][1]["activation_bytes"] = 2**61
+    with pytest.raises(
+        InputError, match=re.escape("stages[1].activation_bytes: is too large, expected less than 2^62")
+    ):
+        read_task(write(tmp_path / "problem.json", value))
 
 
 def test_a_profile_carries_its_training_and_solver_settings(profile_file):

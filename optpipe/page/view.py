@@ -133,12 +133,17 @@ def _facts(plan: Plan) -> list[list[str]]:
     facts.append(["found by", f"{solver.get('method', '-')}{source}"])
     for key, text in (("status", "status"), ("seconds", "solver time"), ("seed", "seed")):
         if solver.get(key) is not None:
-            facts.append([text, f"{solver[key]:.4g} s" if key == "seconds" else str(solver[key])])
+            facts.append([text, f"{_figure(solver[key], '.4g')} s" if key == "seconds" else str(solver[key])])
     milp = solver.get("milp")
     if isinstance(milp, dict) and "columns" in milp:
-        facts.append(["variables", f"{milp['columns']:,}, {milp.get('binaries', 0):,} of them binary"])
-        facts.append(["rows", f"{milp.get('rows', 0):,}"])
+        columns, binaries, rows = (_figure(milp.get(key, 0), ",") for key in ("columns", "binaries", "rows"))
+        facts += [["variables", f"{columns}, {binaries} of them binary"], ["rows", rows]]
     return facts
+
+
+def _figure(value: Any, form: str) -> str:
+    """A number in a form; whatever else another tool wrote in its place, as it is."""
+    return format(value, form) if isinstance(value, int | float) else str(value)
 
 
 def _what(problem: Problem) -> list[list[str]]:

@@ -215,8 +215,9 @@ def _groups(problem: Problem) -> Ints:
     """int64 (devices,): a number that devices have in common that share channels, directly or not."""
     group = np.arange(problem.num_devices)
     for channel in problem.channels:
-        members = np.unique(group[[transfer.device for transfer in channel.transfers]])
-        group[np.isin(group, members)] = members.min()
+        members = group[[transfer.device for transfer in channel.transfers]]
+        if len(members):
+            group[np.isin(group, members)] = members.min()
     return np.asarray(np.unique(group, return_inverse=True)[1], np.int64)
 
 

@@ -14,6 +14,7 @@ from optpipe.problem import Problem
 from solver.milp import pulp_backend
 from solver.milp.formulation import Options, estimated_bits, excluded, formulate
 from solver.milp.model import Objective
+from solver.milp.precedence import Contradiction
 
 FORMS = ("mps", "lp")
 #: Order bits beyond which a file would be of no use to any solver, and take gigabytes.
@@ -45,13 +46,17 @@ def program_of(
     Raises
     ------
     InputError
-        The problem is too large to be written as one program.
+        The problem is too large to be written as one program, or the program could not have the schedule's makespan.
     """
     if (bits := estimated_bits(problem)) > _MOST_BITS:
         raise InputError("", "", f"as one program has about {bits:,} order bits, expected at most {_MOST_BITS:,}")
     options = Options(objective=objective)
     known = metrics.span(problem, ops) if objective == "span" else semantics.makespan(ops)
-    program = formulate(problem, options, upper=known, lower=min(lower_bound, known))
+    try:
+        program = formulate(problem, options, upper=known, lower=min(lower_bound, known))
+    except Contradiction:
+        left_out = excluded(problem, options) or "what this schedule does"
+        raise InputError("", "", f"as one program has no solution as short as this: it leaves out {left_out}") from None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"program.{form}"
         pulp_backend.write(program, path)
