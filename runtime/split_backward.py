@@ -80,7 +80,7 @@ _together = False
 
 
 class together:  # noqa: N801 (as a function would be called)
-    """Forwards inside will have a backward that is not split: their layers run as the plain ones, which is faster."""
+    """Forwards inside will have a backward that is not split: layers may run as the plain ones, which is faster."""
 
     def __enter__(self) -> None:
         global _together
@@ -154,11 +154,12 @@ class DeferredLinear(nn.Linear):
     """``nn.Linear`` whose weight gradients can be put off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if _together or not _deferrable(weight, bias):
+        weight, bias, dtype = self.weight, self.bias, None
+        casts = torch.is_autocast_enabled(x.device.type)
+        # Under autocast the plain one saves a copy of its weight for each microbatch.
+        if (_together and not casts) or not _deferrable(weight, bias):
             return F.linear(x, weight, bias)
-        dtype = None
-        if torch.is_autocast_enabled(x.device.type):
+        if casts:
             # The cast stays outside of the Function, so that autograd casts the input's gradient back.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)

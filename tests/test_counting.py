@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
@@ -9,6 +10,7 @@ from optpipe.timing import earliest
 from runtime.executor import Executor
 from runtime.model import loss_fn
 from runtime.saved import Saved
+from runtime.stage import measure_bytes
 from tests.pipelines import batch, model_problem, planned, stage_module
 
 OFFLOADED = 2  # the last one: all are held before the first may leave, however fast the lanes are
@@ -68,3 +70,22 @@ def test_everything_is_in_hand_where_memory_is_watched(packed):
     problem = model_problem(1, 1, microbatches=3, dropout=0.1)
     plan = Plan(problem, earliest(problem, ops_of(KINDS["split"])))
     assert [in_hand for _, in_hand, _ in steps(plan, packed, watch_memory=True)] == [3, 3, 3]
+
+
+class Cast(nn.Module):
+    """Computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(x).float()
+
+
+def test_under_autocast_no_backward_keeps_copies_of_the_weights() -> None:
+    """The plain layer saves its cast weight, of every microbatch: more than the activations where layers are wide."""
+    sizes = measure_bytes(Cast(), 1, 3, torch.randn(4, 32), None, lambda output, _: output.sum())
+    copies = 2 * 32 * 32 * 2
+    assert sizes.activation_bytes < copies
