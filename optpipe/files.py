@@ -36,7 +36,6 @@ _EXPECTED = {
     "dict_type": "expected a mapping",
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
-    "string_pattern_mismatch": "expected text without control characters",
 }
 
 

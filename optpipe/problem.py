@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from optpipe import files
@@ -20,8 +21,16 @@ LONGEST_MS = 1e12
 
 Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+def _without_control(name: str) -> str:
+    if any(unicodedata.category(character) == "Cc" for character in name):
+        raise PydanticCustomError("control_characters", "expected text without control characters")
+    return name
+
+
 #: Names are printed as they are.
-Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Name = Annotated[str, AfterValidator(_without_control)]
 Direction = Literal["d2h", "h2d"]
 
 #: Unknown keys are kept, so that a plan of a later version survives a round trip; ``Problem.read`` refuses them.
