@@ -42,7 +42,8 @@ class Model:
 
     ``unit``: ticks a millisecond. ``parts``: equal parts of an activation, of which a transfer moves one or more.
     ``start``: start ticks by op. ``ended``: end of B or BW. ``moved``, ``again``, ``fused``: whether the cell is
-    offloaded, recomputed, has one BW; absent where it is not possible. ``share``: how many parts of it are moved.
+    offloaded, recomputed, has one BW; absent where it is not possible. ``share``: how many parts of it are moved;
+    ``gone``: when they are on the host.
     """
 
     cp: cp_model.CpModel
@@ -53,6 +54,7 @@ class Model:
     start: dict[tuple[Kind, int, int], cp_model.IntVar] = field(default_factory=dict)
     moved: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
     share: dict[Cell, Any] = field(default_factory=dict)
+    gone: dict[Cell, Any] = field(default_factory=dict)
     again: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
     fused: dict[Cell, cp_model.IntVar] = field(default_factory=dict)
     ended: dict[Cell, Any] = field(default_factory=dict)
@@ -165,6 +167,8 @@ def _add_transfers(model: Model, cell: Cell) -> None:
     share = model.share[cell] = 1 if model.parts == 1 else cp.new_int_var(1, model.parts, f"share{cell}")
     out, back = model.new_start(Kind.O, cell), model.new_start(Kind.R, cell)
     o, r = (model.ticks(length / model.parts) for length in (tab.offload[s], tab.reload[s]))
+    whole = model.ticks(tab.offload[s]), model.ticks(tab.reload[s])
+    assert (o * model.parts, r * model.parts) == whole, "parts take whole ticks"
     cp.add(out >= model.start[Kind.F, *cell] + model.ticks(tab.forward[s])).only_enforce_if(moved)
     cp.add(back >= out + o * share).only_enforce_if(moved)
     cp.add(model.start[Kind.B, *cell] >= back + r * share).only_enforce_if(moved)
@@ -172,19 +176,23 @@ def _add_transfers(model: Model, cell: Cell) -> None:
     cp.add(back == out).only_enforce_if(moved.negated())
     if model.parts > 1:
         cp.add(share == 1).only_enforce_if(moved.negated())
-    for way, (variable, length) in enumerate(((out, o), (back, r))):
+    for way, (variable, ticks) in enumerate(((out, o), (back, r))):
+        end = _end_of(model, variable, ticks, share)
+        if variable is out:
+            model.gone[cell] = end
         lane = 2 * tab.device[s] + way
         for channel in tab.lane_list[tab.lane_ptr[lane] : tab.lane_ptr[lane + 1]]:
-            model.carried.setdefault(channel, []).append(_transfer(model, variable, length, share, moved))
+            interval = cp.new_optional_interval_var(variable, ticks * share, end, moved, "")
+            model.carried.setdefault(channel, []).append(interval)
 
 
-def _transfer(model: Model, start: cp_model.IntVar, ticks: int, share: Any, moved: cp_model.IntVar) -> Any:
-    """The interval of a transfer of ``share`` parts that take so many ticks each."""
+def _end_of(model: Model, start: cp_model.IntVar, ticks: int, share: Any) -> Any:
+    """When a transfer of ``share`` parts that take so many ticks each ends."""
     if model.parts == 1:
-        return model.cp.new_optional_fixed_size_interval_var(start, ticks, moved, "")
+        return start + ticks
     end = model.cp.new_int_var(0, model.horizon + ticks * model.parts, "")
     model.cp.add(end == start + ticks * share)
-    return model.cp.new_optional_interval_var(start, ticks * share, end, moved, "")
+    return end
 
 
 def _add_recompute(model: Model, cell: Cell) -> None:
@@ -212,7 +220,7 @@ def _add_memory(model: Model, cell: Cell) -> None:
     if moved is not None:
         part, parts = tab.movable[s] // model.parts, model.parts
         assert part * parts == tab.movable[s], "parts are whole bytes"
-        gone, back = _gone(model, cell), model.start[Kind.R, *cell]
+        gone, back = model.gone[cell], model.start[Kind.R, *cell]
         _hold(model, s, begin, gone, size, moved)
         _hold(model, s, gone, back, size - tab.movable[s], moved, part if parts > 1 else 0, parts - model.share[cell])
         _hold(model, s, back, end, size, moved)
@@ -222,16 +230,6 @@ def _add_memory(model: Model, cell: Cell) -> None:
         _hold(model, s, ran, back, size - tab.dropped[s], again)
         _hold(model, s, back, end, size, again)
     _hold(model, s, end, model.start[Kind.W, *cell] + model.ticks(tab.weight[s]), tab.context[s])
-
-
-def _gone(model: Model, cell: Cell) -> Any:
-    """The end of an offload."""
-    start, ticks = model.start[Kind.O, *cell], model.ticks(model.tab.offload[cell[0]] / model.parts)
-    if model.parts == 1:
-        return start + ticks
-    end = model.cp.new_int_var(0, model.horizon + ticks * model.parts, "")
-    model.cp.add(end == start + ticks * model.share[cell])
-    return end
 
 
 def _hold(
