@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -151,7 +152,8 @@ def solve(task_file: str, output: str, profile_file: str | None, as_json: bool, 
     """Find the best schedule that fits the memory.
 
     CONFIG_OR_PROBLEM: a YAML config with a profile, a problem, or hardware to estimate for, a profile, a problem as
-    JSON, or a plan whose problem is solved again. Ctrl-C ends the search and keeps the best plan known.
+    JSON, or a plan, whose problem is solved again from its schedule on. Ctrl-C ends the search and keeps the best plan
+    known.
     """
     from optpipe.task import read_task
 
@@ -208,7 +210,7 @@ def _solved(task: Task, given: dict[str, Any]) -> Plan:
         cache=given["cache"],
     )
     with working("solving") as tell:
-        return run(task.problem, options, lambda now: tell(_progress_text(now)))
+        return run(task.problem, options, lambda now: tell(_progress_text(now)), start=task.start)
 
 
 def _progress_text(now: Progress) -> str:
@@ -444,7 +446,8 @@ def train(
 ) -> None:
     """Train the model of a plan under its schedule.
 
-    Alone it starts one local process a device; under torchrun it joins the processes that are there.
+    Alone it starts one local process a device; under torchrun it joins the processes that are there. With train.replan
+    in the config, plans that take over on the way are kept beside PLAN, as PLAN.replanned.json.
     """
     from optpipe.config import Config
     from optpipe.plan import Plan
@@ -467,11 +470,23 @@ def train(
     with Events(tensorboard if launch.is_chief() else None, planned) as events:
 
         def tell(step: Step) -> None:
-            line = step.line(total, planned.peak_bytes, planned.makespan_ms)
-            click.echo(json.dumps(step.to_json()) if as_json else line)
+            click.echo(
+                json.dumps(step.to_json()) if as_json else step.line(total, events.peak_bytes, events.makespan_ms)
+            )
             events.add(step)
+            if step.replanned is not None and not as_json:
+                click.echo(step.replanned.line())
 
-        summary = run(plan, settings, steps=steps, resume=resume, on_step=tell, trace=trace, file=plan_file)
+        summary = run(
+            plan,
+            settings,
+            steps=steps,
+            resume=resume,
+            on_step=tell,
+            trace=trace,
+            replanned=Path(plan_file).with_suffix(".replanned.json"),
+            file=plan_file,
+        )
     if not launch.is_chief():
         return
     if as_json:

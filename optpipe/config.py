@@ -27,6 +27,7 @@ from optpipe.sections import (
     OffloadConfig,
     OptimizerConfig,
     PipelineConfig,
+    ReplanConfig,
     Section,
     SolverConfig,
     TrainConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "PipelineConfig",
+    "ReplanConfig",
     "SolverConfig",
     "TrainConfig",
 ]

@@ -212,10 +212,21 @@ class OptimizerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 10
 
 
+class ReplanConfig(Section):
+    """Solving again beside the training. Every ``every`` steps the last ones' times go to a solver, which works beside
+    the training for ``time_limit_s`` with ``threads`` threads; a plan takes over whose step is shorter by ``gain`` at
+    these times, and gives way to the one before if that proves to have been faster."""
+
+    every: Count = 100
+    gain: Fraction = 0.02
+    time_limit_s: Positive = 30.0
+    threads: Count = 1
+
+
 class TrainConfig(Section):
     """The run. ``validate_every``: steps between losses on held-out text (null: none); ``checkpoint``: a folder for
     weights and optimiser state, written at the end and every ``checkpoint_every`` steps; ``resume``: such a folder to
-    go on from; ``metrics``: a file, one JSON object a step.
+    go on from; ``metrics``: a file, one JSON object a step; ``replan``: solving again beside the training (null: no).
 
     Ranks beyond one pipeline: ``replicas`` and ``shards`` count pipelines that train side by side, each on a batch of
     its own; every replica keeps whole weights, shards keep a part each (FSDP2). ``tensor_parallel``: ranks that share
@@ -232,6 +243,7 @@ class TrainConfig(Section):
     checkpoint_every: Count | None = None
     resume: str | None = None
     metrics: str | None = None
+    replan: ReplanConfig | None = None
 
     @property
     def pipelines(self) -> int:

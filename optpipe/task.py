@@ -12,6 +12,7 @@ from optpipe import profile as profiles
 from optpipe.config import Config, SolverConfig
 from optpipe.errors import InputError
 from optpipe.estimate import estimate
+from optpipe.ops import Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.profile import Profile
@@ -33,6 +34,8 @@ class Task:
         Unknown keys of the plan that the problem came from, kept; of an estimate, what it is for.
     warnings
         What makes an estimate doubtful.
+    start
+        The schedule of the plan that the problem came from, for a search to begin with.
     """
 
     problem: Problem
@@ -41,6 +44,7 @@ class Task:
     solver_key: str = "solver"
     extra: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    start: Ops | None = None
 
 
 def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
@@ -66,7 +70,7 @@ def read_task(path: str | Path, profile: str | Path | None = None) -> Task:
     if kind == plans.FORMAT or (kind is None and "ops" in value):
         _no_profile(profile, "a plan")
         plan = Plan.from_json(value, path)
-        return Task(plan.problem, plan.training, extra=plan.extra)
+        return Task(plan.problem, plan.training, extra=plan.extra, start=plan.ops)
     if kind == profiles.FORMAT:
         _no_profile(profile, "a profile")
         return _of_profile(Profile.from_json(value, path), "settings.solver")

@@ -44,7 +44,9 @@ def barrier() -> None:
 
 
 def numbers(values: list[float]) -> list[list[float]]:
-    """The same numbers of every rank, by rank (float64: integers up to 2^53 are exact)."""
+    """The same numbers of every rank, by rank (float64: integers up to 2^53 are exact); a process alone is rank 0."""
+    if not dist.is_initialized():
+        return [values]
     mine = torch.tensor(values, dtype=torch.float64)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine, group=everyone())
@@ -52,7 +54,9 @@ def numbers(values: list[float]) -> list[list[float]]:
 
 
 def objects(value: Any) -> list[Any]:
-    """A JSON value of every rank, by rank."""
+    """A JSON value of every rank, by rank; a process alone is rank 0."""
+    if not dist.is_initialized():
+        return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [int(row[0]) for row in numbers([float(len(text))])]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)

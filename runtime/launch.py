@@ -271,7 +271,7 @@ class _Crew:
                 [sys.executable, "-P", "-m", "runtime.worker"],
                 stdin=subprocess.PIPE,
                 pass_fds=(writing,),
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends them
             )
         finally:
@@ -333,8 +333,8 @@ def _death(process: subprocess.Popen[bytes]) -> str:
     return f"ended without a word, exit status {code}"
 
 
-def _environment() -> dict[str, str]:
-    """The launcher's environment, with its module paths; what it says of the rest goes first.
+def environment() -> dict[str, str]:
+    """The environment of processes that this one starts: its own, with its module paths. What it says goes first.
 
     gloo on the loopback: local ranks need no network.
     """

@@ -11,6 +11,45 @@ from optpipe.errors import InputError
 
 
 @dataclass(frozen=True)
+class Replanned:
+    """What became of solving again beside the training (``runtime.replan``).
+
+    Attributes
+    ----------
+    outcome
+        ``taken``: another plan runs from the next step on. ``none better``: none that is worth it was found.
+        ``confirmed``, ``given back``: the plan that was taken proved to be faster, or not, and then the one before
+        runs again. ``failed``: the solver.
+    before_ms, after_ms
+        The schedule under the plan before and under the other one: of ``taken`` and ``none better`` as they are to be
+        expected at the times that were measured, of ``confirmed`` and ``given back`` as measured.
+    message
+        Where the plan was written; why the solver failed.
+    planned_ms, planned_peak_bytes
+        What the plan of the next step promises; None where it is that of this one.
+    """
+
+    outcome: str
+    before_ms: float
+    after_ms: float | None = None
+    message: str = ""
+    planned_ms: float | None = None
+    planned_peak_bytes: list[int] | None = None
+
+    def line(self) -> str:
+        """For the log, without a line break."""
+        times = f"{self.before_ms:.4g} ms" + ("" if self.after_ms is None else f", then {self.after_ms:.4g} ms")
+        text = {
+            "taken": f"another plan takes over: at the times measured {times}",
+            "none better": f"no other plan is worth it: at the times measured {times}",
+            "confirmed": f"the plan that took over is faster: measured {times}",
+            "given back": f"the plan before was faster, and takes over again: measured {times}",
+            "failed": f"solving again failed, the plan stays (at the times measured {times})",
+        }[self.outcome]
+        return f"plan: {text}" + (f"; {self.message}" if self.message else "")
+
+
+@dataclass(frozen=True)
 class Step:
     """One optimiser step.
 
@@ -40,6 +79,8 @@ class Step:
     reliefs
         What the memory managers of all devices had to do because the model held more than planned: how often each
         (``memory_manager.ACTIONS``); None where they did nothing.
+    replanned
+        What became of solving again, behind this step; None where there is nothing to say.
     """
 
     step: int
@@ -55,6 +96,13 @@ class Step:
     load: float | None = None
     validation_loss: float | None = None
     reliefs: dict[str, int] | None = None
+    replanned: Replanned | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Step:
+        """A step from its record."""
+        replanned = value.get("replanned")
+        return cls(**{**value, "replanned": replanned and Replanned(**replanned)})
 
     def line(self, total: int, planned_peak_bytes: list[int], planned_ms: float | None = None) -> str:
         """The log line, such as ``step 12/50  loss 3.214  8,130 tokens/s  504 ms, schedule 480 (plan 471)  bubble 31%
@@ -84,6 +132,9 @@ class Summary:
 
     Times, rates and bubble are medians over the steps behind a short warm-up; peaks are the largest of all steps;
     ``last_loss`` is the mean of the last few, ``validation_loss`` the last one taken, ``reliefs`` the sum over steps.
+
+    Where another plan took over, the plan is the last one, and so are the steps that times, rates and bubble are of;
+    ``planned_peak_bytes`` are the largest of the plans that ran. ``plans``: how many ran, one after the other.
     """
 
     name: str
@@ -107,6 +158,7 @@ class Summary:
     load: float | None
     checkpoint: str | None
     reliefs: dict[str, int] | None = None
+    plans: int = 1
 
     @property
     def within_plan(self) -> bool:

@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optpipe.config import ReplanConfig
 from optpipe.errors import InputError
 from optpipe.plan import Plan
 from runtime import batch_norm, checks, gather, worker
 from runtime.executor import Boundary, Executor, LossFn, StepResult, TensorSpec
+from runtime.metrics_log import Replanned
 from runtime.own_model import cut
+from runtime.replan import Replanner
 from runtime.stage import own_random_numbers
 
 #: The plan's key for how many layers each stage holds.
@@ -56,6 +60,11 @@ class Pipeline:
         Where this rank's stages live.
     first_step
         How many steps came before, where a run goes on: the seeds of dropout come from the numbers of steps.
+    replan
+        Solve again beside the training (``train.replan`` of a config): another plan may run from some step on, which
+        changes no number. ``replanned`` says after each step what became of it, ``plan`` is the one of the next step.
+    replanned_file
+        Where rank 0 keeps a plan that takes over; None: it is not kept.
     options
         As of ``Executor``: ranks, bandwidth, seed, timeout_s, syncs, fixed_order.
 
@@ -76,6 +85,8 @@ class Pipeline:
         boundaries: Sequence[Boundary] | None = None,
         device: torch.device | str = "cpu",
         first_step: int = 0,
+        replan: ReplanConfig | None = None,
+        replanned_file: str | Path | None = None,
         **options: Any,
     ) -> None:
         problem = plan.problem
@@ -93,7 +104,23 @@ class Pipeline:
         self.result: StepResult | None = None
         self._holds = 0 in self.stages, problem.num_stages - 1 in self.stages
         self._microbatches, self._number = problem.num_microbatches, first_step
-        self._executor = Executor(plan, self.stages, boundaries, loss_fn, device=device, **options)
+        self.plan, self.replanned = plan, None
+        options |= {"device": device}
+        self._made = lambda plan: Executor(plan, self.stages, boundaries, loss_fn, **options)
+        self._executor = self._made(plan)
+        self._replanner: Replanner | None = None
+        if replan is not None:
+            self._replanner = Replanner(
+                replan,
+                plan,
+                list(range(problem.num_devices)) if ranks is None else list(ranks),
+                is_chief=not dist.is_initialized() or dist.get_rank() == 0,
+                with_host=self.device.type == "cpu",
+                file=replanned_file,
+            )
+
+    #: What became of solving again, behind the last step.
+    replanned: Replanned | None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, and of the loss where this rank holds the last one, each once."""
@@ -126,9 +153,20 @@ class Pipeline:
         self.result = self._executor.step(*batch, number=self._number)
         self._number += 1
         # Replicas, and ranks that make up one device together, each have a loss.
-        own = [0.0, 0.0] if self.result.loss is None else [self.result.loss, 1.0]
-        rows = gather.numbers(own) if dist.is_initialized() else [own]
+        loss = [0.0, 0.0] if self.result.loss is None else [self.result.loss, 1.0]
+        answered = self._replanner is not None and self._replanner.answered
+        rows = gather.numbers([*loss, self.result.step_ms, float(answered)])
+        if self._replanner is not None:
+            slowest_ms = max(row[2] for row in rows)
+            plan, self.replanned = self._replanner.after(self.result, slowest_ms, bool(rows[0][3]))
+            if plan is not None:
+                self._run_under(plan)
         return sum(row[0] for row in rows) / sum(row[1] for row in rows)
+
+    def _run_under(self, plan: Plan) -> None:
+        """The steps to come run under another plan; all ranks call it between the same two steps."""
+        self._executor.close()  # first: its pinned memory is wanted
+        self.plan, self._executor = plan, self._made(plan)
 
     def _cut(self, name: str, batch: Tensor | Sequence[Tensor] | None, needed: bool) -> list[Tensor] | None:
         if batch is None or not needed:
@@ -148,7 +186,9 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """End the executor's threads. Twice does no harm."""
+        """End the executor's threads, and the solver beside. Twice does no harm."""
+        if self._replanner is not None:
+            self._replanner.close()
         self._executor.close()
 
 

@@ -22,18 +22,26 @@ class Events:
     """
 
     def __init__(self, folder: str | Path | None, planned: Metrics) -> None:
-        self._planned, self._writer = planned, None if folder is None else _writer(folder)
+        self.makespan_ms, self.peak_bytes = planned.makespan_ms, planned.peak_bytes
+        self._writer = None if folder is None else _writer(folder)
 
     def add(self, step: Step) -> None:
-        """One step: its figures, and its schedule and memory beside those of the plan."""
+        """One step: its figures, and its schedule and memory beside those of the plan. Those of the next step's plan
+        are kept where another one takes over."""
+        self._write(step)
+        now = step.replanned
+        if now is not None and now.planned_ms is not None and now.planned_peak_bytes is not None:
+            self.makespan_ms, self.peak_bytes = now.planned_ms, now.planned_peak_bytes
+
+    def _write(self, step: Step) -> None:
         if self._writer is None:
             return
         for name in _FIGURES:
             if (value := getattr(step, name)) is not None:
                 self._writer.add_scalar(name, value, step.step)
-        both = {"measured": step.pipeline_ms, "planned": self._planned.makespan_ms}
+        both = {"measured": step.pipeline_ms, "planned": self.makespan_ms}
         self._writer.add_scalars("schedule_ms", both, step.step)
-        for device, (peak, plan) in enumerate(zip(step.peak_bytes, self._planned.peak_bytes, strict=True)):
+        for device, (peak, plan) in enumerate(zip(step.peak_bytes, self.peak_bytes, strict=True)):
             self._writer.add_scalars(f"peak_bytes/device {device}", {"measured": peak, "planned": plan}, step.step)
 
     def __enter__(self) -> Self:

@@ -59,6 +59,10 @@ class Tracer:
         )
         self._steps.append((number, result.origin + self._offset, device))
 
+    def begin_again(self) -> None:
+        """Forget the steps so far: they were under another plan."""
+        self._steps.clear()
+
     def write(self, path: str | Path, problem: Problem, ranks: Sequence[int]) -> None:
         """Gather the steps of all ranks; rank 0 writes those of ``ranks``, one a device. Every rank calls it."""
         mine = [{"step": number, "origin": origin, "device": device} for number, origin, device in self._steps]
@@ -90,6 +94,8 @@ def clock_offset() -> float:
     Processes of one machine share the clock. Between machines it is the median of a few readings right after a
     barrier, good to about the time that a barrier takes to be left.
     """
+    if not dist.is_initialized():
+        return 0.0
     machine = Path("/proc/sys/kernel/random/boot_id")
     name = float(zlib.crc32(machine.read_bytes())) if machine.exists() else 0.0
     readings = []

@@ -26,6 +26,7 @@ def train(
     resume: str | Path | None = None,
     on_step: Callable[[Step], None] | None = None,
     trace: str | Path | None = None,
+    replanned: str | Path | None = None,
     file: str | Path = "",
 ) -> Summary:
     """Train the model of a plan under its schedule, on the config's number of local ranks, or on those of torchrun.
@@ -39,9 +40,12 @@ def train(
     steps, resume
         Go before the config's ``train.steps`` and ``train.resume``.
     on_step
-        Called after every ``train.log_every``-th step, in the launching process (under torchrun: on rank 0).
+        Called after every ``train.log_every``-th step, and where another plan takes over, in the launching process
+        (under torchrun: on rank 0).
     trace
         Where the trace of the last steps goes (see ``optpipe.trace``).
+    replanned
+        Where a plan goes that takes over, with ``train.replan``; None: it is not kept.
     file
         The plan's file, for messages.
 
@@ -71,13 +75,14 @@ def train(
     every, total = settings.train.log_every, settings.train.steps
 
     def hear(message: dict[str, Any]) -> None:
-        step = Step(**message)
-        if on_step is not None and (step.step % every == 0 or step.step in (first + 1, total)):
+        step = Step.from_json(message)
+        if on_step is not None and (step.step % every == 0 or step.step in (first + 1, total) or step.replanned):
             on_step(step)
 
     arguments = {"plan": plan.to_json(), "config": settings.to_json(), "file": str(settings.file)}
-    if trace is not None:
-        arguments["trace"] = str(trace)
+    for name, place in (("trace", trace), ("replanned", replanned)):
+        if place is not None:
+            arguments[name] = str(place)
     return Summary(**launch.launch(train_rank, arguments, ranks, device, hear))
 
 
@@ -150,11 +155,16 @@ def settings_of(plan: Plan, config: Config | None = None, file: str | Path = "")
 
 
 def train_rank(
-    rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str, trace: str | None = None
+    rank: Rank,
+    plan: dict[str, Any],
+    config: dict[str, Any],
+    file: str,
+    trace: str | None = None,
+    replanned: str | None = None,
 ) -> dict[str, Any]:
     """The training loop of one rank; the fields of the summary, the same on every rank."""
     settings, schedule = Config.from_json(config, file), Plan.from_json(plan, file)
-    run = Trainer(rank, settings, schedule, traced=trace is not None)
+    run = Trainer(rank, settings, schedule, traced=trace is not None, replanned=replanned)
     every, total = settings.train.checkpoint_every, settings.train.steps
     with contextlib.closing(run), MetricsLog(settings.train.metrics if rank.rank == 0 else None, run.first) as log:
         for number in range(run.first, total):

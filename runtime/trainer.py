@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from optpipe import metrics
+from optpipe import memory, metrics
 from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
@@ -23,6 +23,7 @@ from runtime.gradients import GradientSync, TiedWeights
 from runtime.metrics_log import Step, Summary
 from runtime.model import loss_fn
 from runtime.place import Place
+from runtime.replan import Replanner
 from runtime.result import together
 from runtime.tracing import Tracer
 from runtime.worker import Rank
@@ -36,7 +37,15 @@ VALIDATION_BATCHES = 2
 class Trainer:
     """One rank's model, data and optimiser, and the records of its steps."""
 
-    def __init__(self, rank: Rank, config: Config, plan: Plan, *, traced: bool = False) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        config: Config,
+        plan: Plan,
+        *,
+        traced: bool = False,
+        replanned: str | None = None,
+    ) -> None:
         self.tracer = Tracer() if traced else None
         self.rank, self.config, self.plan = rank, config, plan
         self.place = Place.of(rank.rank, config, rank.device)
@@ -44,19 +53,20 @@ class Trainer:
         parallel.parallelize(self.stages.values(), self.place)
         owners = [self.place.ranks[device] for device in config.pipeline.stage_devices]
         self._tied = TiedWeights(stages.tied(config), self.stages, owners)
-        bandwidth = config.offload.bandwidth_bytes_per_s
-        self.executor = Executor(
-            plan,
-            self.stages,
-            stages.boundaries(config),
-            loss_fn,
-            device=rank.device,
-            ranks=self.place.ranks,
-            bandwidth=(bandwidth, bandwidth),
-            seed=config.train.seed,
-            syncs=self._syncs(),
-            watch_memory=traced,
-        )
+        self._syncs = self._made_syncs()
+        self.executor = self._executor()
+        self._peaks = [memory.peaks(plan.problem, plan.ops)]  # of the plans that ran
+        self._since = 0  # how many steps went before the plan
+        self._replanner: Replanner | None = None
+        if config.train.replan is not None:
+            self._replanner = Replanner(
+                config.train.replan,
+                plan,
+                self.place.ranks,
+                is_chief=rank.rank == 0,
+                with_host=rank.device.type == "cpu",
+                file=replanned,
+            )
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)
         self.first = 0
         if config.train.resume is not None:
@@ -84,10 +94,42 @@ class Trainer:
         every = self.config.train.validate_every
         if every is not None and (number + 1) % every == 0:
             record = replace(record, validation_loss=self._validation_loss())
+        if self._replanner is not None:
+            plan, said = self._replanner.after(result, record.pipeline_ms, self._answered)
+            record = replace(record, replanned=said)
+        else:
+            plan = None
         self.records.append(record)
+        if plan is not None:
+            self._run_under(plan)
         return record
 
-    def _syncs(self) -> list[GradientSync]:
+    def _executor(self) -> Executor:
+        bandwidth = self.config.offload.bandwidth_bytes_per_s
+        return Executor(
+            self.plan,
+            self.stages,
+            stages.boundaries(self.config),
+            loss_fn,
+            device=self.rank.device,
+            ranks=self.place.ranks,
+            bandwidth=(bandwidth, bandwidth),
+            seed=self.config.train.seed,
+            syncs=self._syncs,
+            watch_memory=self.tracer is not None,
+        )
+
+    def _run_under(self, plan: Plan) -> None:
+        """The steps to come run under another plan; all ranks call it between the same two steps."""
+        self.executor.close()  # first: its pinned memory is wanted
+        self.plan = plan
+        self.executor = self._executor()
+        self._peaks.append(memory.peaks(plan.problem, plan.ops))
+        self._since = len(self.records)
+        if self.tracer is not None:
+            self.tracer.begin_again()
+
+    def _made_syncs(self) -> list[GradientSync]:
         """Means over the pipelines first, then the sum over copies of a weight."""
         if self.place.is_sharded:
             return [Shards(self.stages), self._tied]
@@ -147,7 +189,9 @@ class Trainer:
         return self._evaluator
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the solver beside."""
+        if self._replanner is not None:
+            self._replanner.close()
         self.executor.close()
         if self._evaluator is not None:
             self._evaluator.close()
@@ -180,8 +224,10 @@ class Trainer:
             float(result.peak_bytes),
             float(result.host_peak_bytes),
             *map(float, memory_manager.counts(result.reliefs).values()),
+            float(self._replanner is not None and self._replanner.answered),
         ]
         rows = gather.numbers(mine)
+        self._answered = bool(rows[0][-1])
         loss = sum(row[0] for row in rows) / self.place.copies
         pipeline_ms, whole_ms = max(row[1] for row in rows), max(row[2] for row in rows)
         if loss != loss or loss == float("inf"):
@@ -224,8 +270,9 @@ class Trainer:
         """The run beside its plan."""
         planned = metrics.measure(self.plan.problem, self.plan.ops)
         records, devices = self.records, range(self.plan.problem.num_devices)
+        own = records[self._since :] or records[-1:]  # of the last plan
         # Fewer steps than the warm-up: the last is the best there is.
-        steady = records[min(WARM_UP, len(records) - 1) :]
+        steady = own[min(WARM_UP, len(own) - 1) :]
 
         def median(name: str) -> float:
             return float(statistics.median(getattr(record, name) for record in steady))
@@ -246,13 +293,14 @@ class Trainer:
             planned_bubble_ratio=planned.bubble_ratio,
             measured_bubble_ratio=median("bubble_ratio"),
             budget_bytes=[device.memory_bytes for device in self.plan.problem.devices],
-            planned_peak_bytes=planned.peak_bytes,
+            planned_peak_bytes=[max(peaks) for peaks in zip(*self._peaks, strict=True)],
             measured_peak_bytes=[max(record.peak_bytes[d] for record in records) for d in devices],
             planned_offloaded_bytes=planned.offloaded_bytes,
             host_peak_bytes=[max(record.host_peak_bytes[d] for record in records) for d in devices],
             load=statistics.median(loads) if (loads := [r.load for r in steady if r.load is not None]) else None,
             checkpoint=self.config.train.checkpoint,
             reliefs=_added([record.reliefs for record in records]),
+            plans=len(self._peaks),
         )
 
 

@@ -64,6 +64,8 @@ def solve(
     problem: Problem,
     options: SolveOptions | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    *,
+    start: Ops | None = None,
     **changes: Any,
 ) -> Plan:
     """A verified plan of the problem, as good as the method and the time allow.
@@ -76,6 +78,9 @@ def solve(
         Method, limits, seed.
     on_progress
         Called with each better schedule or bound. Ctrl-C ends the search; the best schedule known is returned.
+    start
+        A schedule of these stages and microbatches to begin from, for searches; what comes out is no longer than it.
+        One that is not valid for this problem is left aside.
     changes
         Single options, such as ``time_limit=30``; they go before ``options``.
 
@@ -93,6 +98,8 @@ def solve(
     incumbent = Incumbent(problem, options, lower_bound(problem, options.objective), on_progress)
     cache = Cache() if options.cache and options.method in SEARCHES else None
     try:
+        if options.method in SEARCHES:
+            incumbent.offer(start, "start")
         if cache is not None and _answered(incumbent, cache):
             return _plan(incumbent)
         if options.method in SEARCHES:

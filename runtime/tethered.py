@@ -1,0 +1,35 @@
+"""Runs a module beside the process that started it, out of its way, and no longer than it.
+
+    python -m runtime.tethered cli solve plan.json ...
+
+It takes what the other one leaves of the cores, and ends when its standard input does, which is when the other process
+has closed it or is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+
+#: The least that a process can ask for.
+_NICENESS = 19
+
+
+def _end_with_the_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Run the module that is named first, with the arguments behind it, as ``python -m`` would."""
+    os.nice(_NICENESS)
+    threading.Thread(target=_end_with_the_input, daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
