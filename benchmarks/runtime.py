@@ -7,6 +7,7 @@ clock    stages that sleep in place of computing: the step over the plan's makes
 torch    the same model, ranks and order of ops, in turns with torch's own schedules
 split    what it costs to take the weight gradients out of the backward
 memory   what is alive of an offloaded microbatch, and peaks of random plans
+replan   machines that are not what the profile says: steps before and after solving again beside the training
 
 Each table comes from one run, and stands beside the load of the machine: on a busy one the clock says little.
 """
@@ -27,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a thread a rank: they share the
 
 import torch
 
-from benchmarks import backward, emulated, live, torch_schedules
+from benchmarks import backward, drifted, emulated, live, torch_schedules
 from benchmarks.tables import Cell, markdown, show, write_markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -102,11 +103,29 @@ def memory(rounds: int) -> Iterator[Part]:
     yield "Peaks", live.PEAKS_HEADER, live.peaks(50), ""
 
 
+def replan(rounds: int) -> Iterator[Part]:
+    """Sleeping stages, two and four ranks, on machines unlike their profile; steps take as many as they need."""
+    with before_others() as first:
+        rows = [row for ranks in (2, 4) for row in drifted.table(ranks)]
+    yield (
+        "Solving again beside the training",
+        drifted.HEADER,
+        rows,
+        "Sleeping stages as above, memory for half a microbatch more than half of those that 1F1B holds on its first "
+        f"device, offloads at a set pace. Ranks ran {_where(first)}. The plan is solved for a profile "
+        f"({drifted.SOLVE_S:g} s), the machine is another one, of which the training knows nothing: every "
+        f"{drifted.WANTED.every} steps it looks at the times that ops took, and a solver of one thread beside it has "
+        f"{drifted.SOLVE_S:g} s. `its step`: median as measured, before the solver began, and behind the change of "
+        "plan. On two ranks with a slow link the plan moves nothing, so that nothing is seen of the link.",
+    )
+
+
 PARTS: dict[str, Callable[[int], Iterator[Part]]] = {
     "clock": clock,
     "torch": against_torch,
     "split": split,
     "memory": memory,
+    "replan": replan,
 }
 
 

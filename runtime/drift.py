@@ -3,7 +3,9 @@
     ops of the last steps --Seen.of--> medians of one rank --gather--> those of all --problem_as_seen--> Problem
 
 What a plan never does is not seen, so its time is scaled: a stage whose backwards were all fused and took 20% more than
-planned is taken to need 20% more for B and for W. Bytes stay the plan's: budgets and its promise are made of them.
+planned is taken to need 20% more for B and for W; a link that carried nothing is taken to be as far from planned as the
+others are. Where nothing at all was moved, links stay as planned. Bytes stay the plan's: budgets and its promise are
+made of them.
 """
 
 from __future__ import annotations
@@ -91,26 +93,42 @@ def problem_as_seen(problem: Problem, seen: Seen) -> Problem:
     seen
         Of all ranks.
     """
+    links = _links_as_seen(problem, seen.times)
     written = problem.to_json()["stages"]
-    stages = [{**written[s], **_times_as_seen(problem, s, seen.times)} for s in range(problem.num_stages)]
+    stages = [{**written[s], **_times_as_seen(problem, s, seen.times, links)} for s in range(problem.num_stages)]
     lags = tuple(seen.lags.get(s, planned) for s, planned in enumerate(problem.comm_ms))
     return problem.changed(stages=tuple(stages), comm_ms=lags)
 
 
-def _times_as_seen(problem: Problem, number: int, times: Mapping[tuple[int, Kind], float]) -> dict[str, float]:
+def _links_as_seen(problem: Problem, times: Mapping[tuple[int, Kind], float]) -> list[float]:
+    """By device, what transfers took over what was planned: of both ways, or of all devices where it has none."""
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for (s, kind), took in times.items():
+        stage = problem.stages[s]
+        planned = {Kind.O: stage.offload_ms, Kind.R: stage.reload_ms}.get(kind, 0.0)
+        if planned > 0:
+            found[stage.device].append(took / planned)
+    everywhere = statistics.median(own) if (own := [ratio for ratios in found.values() for ratio in ratios]) else 1.0
+    return [statistics.median(found[d]) if d in found else everywhere for d in range(problem.num_devices)]
+
+
+def _times_as_seen(
+    problem: Problem, number: int, times: Mapping[tuple[int, Kind], float], links: Sequence[float]
+) -> dict[str, float]:
     """The times of a stage, by their keys."""
     stage = problem.stages[number]
+    link = links[stage.device]
     planned = {
         Kind.F: stage.forward_ms,
         Kind.B: stage.backward_ms,
         Kind.W: stage.weight_ms,
         Kind.BW: stage.bw_ms,
-        Kind.O: stage.offload_ms,
-        Kind.R: stage.reload_ms,
+        Kind.O: stage.offload_ms * link,
+        Kind.R: stage.reload_ms * link,
     }
     real = {kind: times[number, kind] for kind in planned if (number, kind) in times}
     split, fused = (Kind.B, Kind.W), (Kind.BW,)
-    for kinds, others in ((split, fused), (fused, split), ((Kind.O,), (Kind.R,)), ((Kind.R,), (Kind.O,))):
+    for kinds, others in ((split, fused), (fused, split)):
         if not any(kind in real for kind in kinds) and all(kind in real for kind in others):
             before = sum(planned[kind] for kind in others)
             scale = sum(real[kind] for kind in others) / before if before > 0 else 1.0

@@ -8,6 +8,7 @@ has closed it or is gone, however it went.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -23,9 +24,16 @@ def _end_with_the_input() -> None:
     os._exit(1)
 
 
+def _step_aside() -> None:
+    """Take cores that nobody wants; also where the other process runs ahead of others, which is inherited."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.nice(_NICENESS)
+
+
 def main() -> None:
     """Run the module that is named first, with the arguments behind it, as ``python -m`` would."""
-    os.nice(_NICENESS)
+    _step_aside()
     threading.Thread(target=_end_with_the_input, daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import emulated, runtime, torch_schedules
+from benchmarks import drifted, emulated, runtime, torch_schedules
 from optpipe import memory, metrics
 from optpipe.ops import Kind
 from optpipe.semantics import device_orders
 from optpipe.verify import verify_plan
+from solver import feasibility
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -85,3 +86,14 @@ def test_tables_that_were_measured_again_take_the_place_of_those_kept(tmp_path: 
     assert "again" in text and "second" in text and "first" not in text
     runtime.keep(path, {})
     assert path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_machines_differ_from_their_profile_in_time_only(devices: int) -> None:
+    for name, profile, machine in drifted.DRIFTS:
+        planned, real = drifted.problem_of(devices, profile), drifted.problem_of(devices, machine)
+        assert (planned == real) == (name == "as in the profile")
+        for one, other in zip(planned.stages, real.stages, strict=True):
+            assert one.activation_bytes == other.activation_bytes and one.offloadable_bytes == other.offloadable_bytes
+        assert planned.devices == real.devices
+        feasibility.check(real)

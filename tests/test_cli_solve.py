@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tiny_plan: Plan) -> list[SolveOptions
     """The options that the solver was called with; it answers with the plan made by hand."""
     seen: list[SolveOptions] = []
 
-    def stand_in(problem: Problem, options: SolveOptions, on_progress: Any = None) -> Plan:
+    def stand_in(problem: Problem, options: SolveOptions, on_progress: Any = None, *, start: Any = None) -> Plan:
         seen.append(options)
         return Plan(problem, tiny_plan.ops, 1.0, {"method": options.method})
 
@@ -113,6 +113,23 @@ def test_a_plan_solved_again_keeps_its_training_and_unknown_keys(solve, asked, t
     assert new.extra == {"note": "mine"}
 
 
+def test_a_plan_is_solved_again_from_its_schedule_on(tiny_plan, tmp_path, monkeypatch):
+    starts = []
+
+    def stand_in(problem: Problem, *_: Any, start: Any) -> Plan:
+        starts.append(start)
+        return tiny_plan
+
+    monkeypatch.setattr("solver.solve.solve", stand_in)
+    tiny_plan.write(tmp_path / "old.json")
+    (tmp_path / "problem.json").write_text(json.dumps(tiny_plan.problem.to_json()))
+    for file in ("old.json", "problem.json"):
+        assert (
+            CliRunner().invoke(main, ["solve", str(tmp_path / file), "-o", str(tmp_path / "new.json")]).exit_code == 0
+        )
+    assert list(starts[0]) == list(Plan.read(tmp_path / "old.json").ops) and starts[1] is None
+
+
 def test_a_budget_that_is_too_small_is_exit_3_with_the_one_that_works(solve, tiny_problem, tmp_path):
     (tmp_path / "problem.json").write_text(json.dumps(tight(tiny_problem, 900)))
     result = solve("problem.json")
@@ -164,7 +181,7 @@ def test_a_method_of_a_file_that_is_wrong_is_named_there(method, said, solve, ti
 def test_an_old_plan_stays_whole_when_the_solver_fails(solve, monkeypatch, tiny_problem_file, tmp_path):
     (tmp_path / "plan.json").write_text("old")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr("solver.solve.solve", fail)
