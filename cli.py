@@ -86,9 +86,9 @@ def profile(config: str, output: str, as_json: bool) -> None:
 
     with working("measuring") as progress:
         measured = profiler.profile(settings, progress)
-    if not launch.is_chief():
-        return
-    _write_profile(measured, output, as_json)
+    if launch.is_chief():
+        _write_profile(measured, output, as_json)
+    launch.leave()
 
 
 def _write_profile(found: Profile, output: str, as_json: bool) -> None:
@@ -484,20 +484,25 @@ def train(
             resume=resume,
             on_step=tell,
             trace=trace,
-            replanned=Path(plan_file).with_suffix(".replanned.json"),
+            replanned=_replanned(plan_file),
             file=plan_file,
         )
-    if not launch.is_chief():
-        return
-    if as_json:
+    if launch.is_chief() and as_json:
         print_json(summary.to_json())
-        return
-    console = plain_console()
-    console.print(report.run_table(summary.to_json()))
-    if summary.checkpoint:
-        console.print(f"checkpoint in {summary.checkpoint}")
-    if trace is not None:
-        console.print(f"trace in {trace}")
+    elif launch.is_chief():
+        console = plain_console()
+        console.print(report.run_table(summary.to_json()))
+        if summary.checkpoint:
+            console.print(f"checkpoint in {summary.checkpoint}")
+        if trace is not None:
+            console.print(f"trace in {trace}")
+    launch.leave()
+
+
+def _replanned(plan_file: str) -> str:
+    """Where a plan that takes over goes: ``plan.replanned.json`` beside ``plan.json``."""
+    ending = ".replanned.json"
+    return plan_file if plan_file.endswith(ending) else str(Path(plan_file).with_suffix(ending))
 
 
 @command("optpipe cache list")

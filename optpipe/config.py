@@ -26,6 +26,7 @@ from optpipe.sections import (
     ModelConfig,
     OffloadConfig,
     OptimizerConfig,
+    PathText,
     PipelineConfig,
     ReplanConfig,
     Section,
@@ -79,7 +80,7 @@ class Config(Section):
     measure: MeasureConfig = MeasureConfig()
     solver: SolverConfig = SolverConfig()
     problem: Problem | None = None
-    profile: str | None = None
+    profile: PathText | None = None
     hardware: Annotated[str | Hardware | None, BeforeValidator(_hardware)] = None
     _file: str = PrivateAttr("")
 

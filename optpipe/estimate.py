@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from pydantic import ValidationError
+
 from optpipe import gpt, partition
 from optpipe.config import Config
 from optpipe.errors import InputError
@@ -94,6 +96,15 @@ class _Estimate:
     def run(self) -> Profile:
         """The whole profile."""
         last, devices = len(self.stages) - 1, self._devices()
+        try:
+            return self._profile(last, devices)
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))} would be {first['input']!r:.40}"
+            message = f"and its hardware make an estimate beyond all bounds: {what}"
+            raise InputError(self.config.file, "model", message) from None
+
+    def _profile(self, last: int, devices: tuple[DeviceProfile, ...]) -> Profile:
         return Profile.make(
             name=self.config.name,
             machine={"device": self.hardware.device, "name": self.hardware.name},

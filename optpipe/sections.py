@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from optpipe.problem import MOST_MICROBATCHES, Bytes
@@ -18,6 +19,18 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _is_place(value: str) -> str:
+    """A path that a system can take; pydantic's own words would not say so."""
+    if not value or "\0" in value:
+        raise PydanticCustomError("config", "expected a path")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_is_place)]
+#: Blocks of a model at most: with more, cutting it into stages would take minutes.
+MOST_LAYERS = 100_000
 
 #: Layers of the model beside its blocks: the embedding in front and the head behind.
 EXTRA_LAYERS = 2
@@ -82,7 +95,7 @@ class ModelConfig(Section):
     ``tied``: the head's matrix is the embedding's.
     """
 
-    layers: Count
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     width: Count
     heads: Count
     context: Count
@@ -101,6 +114,14 @@ class ModelConfig(Section):
         return self
 
 
+def _is_pattern(value: str) -> str:
+    try:
+        Path("file").match(value)
+    except ValueError:
+        raise PydanticCustomError("config", "expected a glob, such as *.txt") from None
+    return value
+
+
 class DataConfig(Section):
     """Text to learn. ``folder`` null: the sources of the Python standard library.
 
@@ -108,8 +129,8 @@ class DataConfig(Section):
     read, in the order of the file names; the last ``validation_fraction`` of every file is held out.
     """
 
-    folder: str | None = None
-    pattern: str | None = None
+    folder: PathText | None = None
+    pattern: Annotated[str, AfterValidator(_is_pattern)] | None = None
     max_bytes: Count = 8_000_000
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
 
@@ -239,10 +260,10 @@ class TrainConfig(Section):
     seed: Seed = 0
     log_every: Count = 1
     validate_every: Count | None = None
-    checkpoint: str | None = None
+    checkpoint: PathText | None = None
     checkpoint_every: Count | None = None
-    resume: str | None = None
-    metrics: str | None = None
+    resume: PathText | None = None
+    metrics: PathText | None = None
     replan: ReplanConfig | None = None
 
     @property

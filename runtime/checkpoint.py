@@ -80,7 +80,7 @@ def save(
         gather.barrier()
         if chief:
             before = _checkpoints(target)
-            number = 1 + max((found["number"] for found in before.values()), default=0)
+            number = 1 + max(map(_number, before.values()), default=0)
             known = {"format": FORMAT, "version": VERSION, "number": number}
             files.write_json(partial / _FACTS, {**facts, **known})
             partial.rename(_free_name(target, facts["step"]))
@@ -101,17 +101,28 @@ def find(folder: str | Path) -> tuple[Path, State]:
         There is none, or it is of another format.
     """
     path = Path(folder)
-    if (path / _FACTS).exists():
-        facts = files.read_json(path / _FACTS)
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") not in _READABLE:
-            raise InputError(path / _FACTS, "format", f"expected '{FORMAT}', version 1 or {VERSION}")
-        return path, facts
-    found = _checkpoints(path)
-    if not found:
-        raise InputError(folder, "", "holds no checkpoint, expected a folder that train.checkpoint wrote")
-    # More than one only where a run was killed between two last touches: both are whole.
-    newest = max(found, key=lambda path: found[path]["number"])
-    return newest, found[newest]
+    if not (path / _FACTS).exists():
+        found = _checkpoints(path)
+        if not found:
+            raise InputError(folder, "", "holds no checkpoint, expected a folder that train.checkpoint wrote")
+        # More than one only where a run was killed between two last touches: both are whole.
+        path = max(found, key=lambda path: _number(found[path]))
+    facts = files.read_json(path / _FACTS)
+    _check_facts(facts, path / _FACTS)
+    return path, facts
+
+
+def _check_facts(facts: Any, file: Path) -> None:
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or facts.get("version") not in _READABLE:
+        raise InputError(file, "format", f"expected '{FORMAT}', version 1 or {VERSION}")
+    for key in ("step", "number"):
+        if type(facts.get(key)) is not int or facts[key] < 0:
+            raise InputError(file, key, f"expected a whole number, not {facts.get(key)!r:.40}")
+    part = facts
+    for key in ("training", "model"):
+        part = part.get(key) or {}
+        if not isinstance(part, dict):
+            raise InputError(file, key, f"expected a mapping, not {part!r:.40}")
 
 
 def load(folder: str | Path) -> tuple[dict[str, Tensor], State]:
@@ -210,6 +221,12 @@ def _checkpoints(folder: Path) -> dict[Path, State]:
     """Whole checkpoints in a run's folder, with their facts."""
     found = {path.parent: files.read_json(path) for path in folder.glob(f"step-*/{_FACTS}")}
     return {path: facts for path, facts in found.items() if isinstance(facts, dict) and facts.get("format") == FORMAT}
+
+
+def _number(facts: State) -> int:
+    """Which of several it is; a damaged one is none that would be read."""
+    number = facts.get("number")
+    return number if isinstance(number, int) else 0
 
 
 def _free_name(folder: Path, step: int) -> Path:

@@ -55,6 +55,15 @@ def is_chief() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def leave() -> None:
+    """The end of a program that was a rank of torchrun's and is done; elsewhere nothing. Not by way of the
+    interpreter's end: a thread that is still inside torch then would abort the process."""
+    if under_torchrun():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def resolve_device(device: str, ranks: int, file: str = "") -> str:
     """'cpu' or 'cuda' for a config's ``device``; ``ranks``: how many of this machine's GPUs a run needs.
 

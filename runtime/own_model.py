@@ -20,6 +20,7 @@ from optpipe.errors import InputError
 from optpipe.problem import Problem
 from runtime import batch_norm
 from runtime.accounting import Ledger
+from runtime.buffers import unmoved
 from runtime.host_memory import HostPool
 from runtime.stage import LossFn, Stage, measure_bytes, own_random_numbers, parameters_of
 from runtime.transport import Parcel
@@ -78,7 +79,8 @@ def measure(
         The counts do not fit the layers and stages.
     """
     layers = list(layers)
-    with batch_norm.run_again(), own_random_numbers(inputs.device):  # what is measured is no training
+    parts = [*layers, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    with batch_norm.run_again(), unmoved(parts), own_random_numbers(inputs.device):  # what is measured is no training
         if counts is None:
             if len(layers) < len(stage_devices):
                 raise InputError("", "layers", f"are {len(layers)}, expected at least one for each stage")

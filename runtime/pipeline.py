@@ -25,6 +25,7 @@ from optpipe.config import ReplanConfig
 from optpipe.errors import InputError
 from optpipe.plan import Plan
 from runtime import batch_norm, checks, gather, worker
+from runtime.buffers import unmoved
 from runtime.executor import Boundary, Executor, LossFn, StepResult, TensorSpec
 from runtime.metrics_log import Replanned
 from runtime.own_model import cut
@@ -225,9 +226,7 @@ def _seen(parts: Sequence[Sequence[nn.Module | None]], example: Tensor) -> list[
     with torch.no_grad(), batch_norm.run_again(), own_random_numbers(example.device):
         for stage in range(len(parts) - 1):
             module = _module(parts, stage)
-            before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-            x = module(x)
-            for buffer, value in before:
-                buffer.copy_(value)
+            with unmoved([module]):
+                x = module(x)
             found.append(TensorSpec(tuple(x.shape), x.dtype))
     return found

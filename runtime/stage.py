@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optpipe.errors import RunFailed
 from runtime import batch_norm
 from runtime.accounting import Ledger
+from runtime.buffers import Buffers, Was, as_they_were, unmoved
 from runtime.host_memory import HostPool
 from runtime.saved import InputGradient, Offload, Reload, Saved, enter, storage_of, storages
 from runtime.split_backward import WeightStore, convert, deferring, together
@@ -86,6 +87,7 @@ class _Microbatch:
     dtype: torch.dtype
     target: Tensor | None = None
     input: Parcel | Tensor | None = None  # kept only where the forward is run again
+    buffers: list[Was] = field(default_factory=list)  # that the forward moved, where it is run again
     edge: GradientEdge | None = None
     store: WeightStore | None = None
 
@@ -145,6 +147,7 @@ class Stage:
     _skip: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _handled: Container[int] | None = None
     _changes_input: bool = True  # until a forward has shown that it does not
+    _buffers: Buffers = field(init=False)
     _denominator: float = 1.0
     _trained: list[nn.Parameter] = field(default_factory=list)
     _under_way: dict[int, _Microbatch] = field(default_factory=dict)
@@ -152,6 +155,12 @@ class Stage:
     def __post_init__(self) -> None:
         convert(self.module)
         batch_norm.convert(self.module)
+        self._buffers = Buffers(self._parts)
+
+    @property
+    def _parts(self) -> list[nn.Module]:
+        """The modules that run here."""
+        return [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
 
     @property
     def is_first(self) -> bool:
@@ -179,7 +188,7 @@ class Stage:
         self._handled = handled
         self._denominator = float(self.num_microbatches) if denominator is None else denominator
         # Anew every step: an optimiser, or FSDP, may have moved parameters.
-        parts = [self.module, *([self.loss_fn] if self.is_last and isinstance(self.loss_fn, nn.Module) else [])]
+        parts = self._parts
         self._skip = storages([*(tensor for part in parts for tensor in constants(part)), *batch])
         self._trained = [p for part in parts for p in part.parameters() if p.requires_grad]
         self._under_way.clear()
@@ -247,7 +256,8 @@ class Stage:
         state = self._under_way[microbatch]
         x, state.input = state.input, None
         assert x is not None, "only a forward that kept its input can run again"
-        with batch_norm.run_again():
+        before, state.buffers = state.buffers, []
+        with batch_norm.run_again(), as_they_were(before):
             output = self._run(state, x.tensor if isinstance(x, Parcel) else x)
         state.edge = get_gradient_edge(output) if output.requires_grad else None
         if isinstance(x, Parcel):
@@ -255,10 +265,11 @@ class Stage:
 
     @torch.no_grad()
     def _run_once(self, state: _Microbatch, x: Tensor) -> Tensor:
-        """The forward before C, which needs the input as it was."""
+        """The forward before C, which needs the input and the buffers as they were."""
         given = x.clone() if self._changes_input else x
-        version = given._version
+        version, before = given._version, self._buffers.before()
         output = self._run(state, given)
+        state.buffers = self._buffers.moved(before)
         changed = given._version != version
         if changed and not self._changes_input:
             raise RunFailed("the stage changes its input in place, but did not before: its forward cannot be run again")
@@ -381,8 +392,10 @@ def measure_bytes(
         Of the last stage.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(module, loss_fn)]
+    parts = [module, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     try:
-        with batch_norm.run_again(), own_random_numbers(x.device):  # what is measured is no training
+        # What is measured is no training.
+        with batch_norm.run_again(), unmoved(parts), own_random_numbers(x.device):
             split = _measured(module, index, num_stages, x, target, loss_fn, kind="split")
             fused = _measured(module, index, num_stages, x, target, loss_fn, kind="fused")
             again = _measured(module, index, num_stages, x, target, loss_fn, kind="recomputed")

@@ -16,12 +16,13 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -230,7 +231,7 @@ def _of_parts(path: Path) -> Stored:
                 raise TypeError(f"{tensor['dtype']} is no dtype")
             boxes = [(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in tensor["chunks"]]
             known[key] = _known(dtype, torch.Size(tensor["size"]), boxes)
-            if sum(sizes.numel() for _, sizes in boxes) != torch.Size(tensor["size"]).numel():
+            if not _make_up(boxes, torch.Size(tensor["size"])):
                 raise ValueError(f"{key} has chunks that do not make it up")
             for (offsets, sizes), chunk in zip(boxes, tensor["chunks"], strict=True):
                 places[MetadataIndex(key, offsets)] = Path(chunk["file"]).name, int(chunk["place"]), sizes
@@ -249,6 +250,23 @@ def _of_parts(path: Path) -> Stored:
         return tensor
 
     return Stored(Metadata(known), tensor_of)
+
+
+def _make_up(boxes: Sequence[tuple[torch.Size, torch.Size]], size: torch.Size) -> bool:
+    """Whether boxes (offsets, sizes) fill a tensor, and no place twice."""
+    if sum(sizes.numel() for _, sizes in boxes) != size.numel():
+        return False
+    if any(len(offsets) != len(size) or len(sizes) != len(size) for offsets, sizes in boxes):
+        return False
+    boxes = [(offsets, sizes) for offsets, sizes in boxes if sizes.numel()]
+    if not boxes or not size:
+        return len(boxes) <= 1
+    low = np.array([offsets for offsets, _ in boxes])
+    high = low + np.array([sizes for _, sizes in boxes])
+    if (low < 0).any() or (high > np.array(size)).any():
+        return False
+    together = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(-1)
+    return int(together.sum()) == len(boxes)  # each with itself
 
 
 def _known(dtype: torch.dtype, size: torch.Size, chunks: list[tuple[torch.Size, torch.Size]]) -> TensorStorageMetadata:

@@ -13,6 +13,7 @@ from torch import nn
 from optpipe.errors import InputError
 from runtime import checkpoint
 from runtime.model import Block, GPTConfig
+from runtime.stored import _make_up
 
 
 def stage(first: int, seed: int) -> nn.Sequential:
@@ -116,6 +117,54 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         torch.save(value, file)
         with pytest.raises(InputError, match=r"stage-0\.pt: is damaged"):
             checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("version", 3, "format: expected 'optpipe-checkpoint', version 1 or 2"),
+        ("step", "9", "step: expected a whole number, not '9'"),
+        ("step", -1, "step: expected a whole number, not -1"),
+        ("number", None, "number: expected a whole number, not None"),
+        ("training", [1], r"training: expected a mapping, not \[1\]"),
+        ("training", {"model": 5}, "model: expected a mapping, not 5"),
+    ],
+)
+def test_facts_that_are_wrong_are_one_line_wherever_they_are_read_from(
+    tmp_path: Path, key: str, value: object, text: str
+) -> None:
+    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 1})
+    path = checkpoint.find(tmp_path)[0]
+    facts = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**facts, key: value}))
+    for folder in (tmp_path, path):
+        with pytest.raises(InputError, match=rf"checkpoint\.json: .*{text}"):
+            checkpoint.restore(folder, {0: stage(0, 1)})
+    checkpoint.save(tmp_path, {0: stage(0, 1)}, {"step": 2})
+    assert checkpoint.find(tmp_path)[1]["step"] == 2, "a new one takes its place all the same"
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2)), ((0, 3), (4, 0))], True),
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+        ([((0, 0), (2, 3)), ((3, 0), (2, 3))], False),
+        ([((0, 0), (2, 3))], False),
+        ([((0,), (12,))], False),
+        ([((0, 0), (2, 3)), ((-2, 0), (2, 3))], False),
+    ],
+)
+def test_chunks_make_up_a_tensor_or_they_do_not(
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], whole: bool
+) -> None:
+    assert _make_up([(torch.Size(low), torch.Size(size)) for low, size in boxes], torch.Size((4, 3))) == whole
+
+
+def test_a_single_number_is_made_up_by_one_chunk() -> None:
+    one = (torch.Size(()), torch.Size(()))
+    assert _make_up([one], torch.Size(())) and not _make_up([one, one], torch.Size(()))
 
 
 class Runs:

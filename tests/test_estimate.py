@@ -484,3 +484,9 @@ def test_the_example_is_planned_from_a_fresh_checkout(tmp_path: Path) -> None:
     problem = Plan.read(plan).problem
     assert problem.num_devices == 16 and all(device.memory_bytes for device in problem.devices)
     assert run("solve", example, "-o", plan, "--method", "1f1b").exit_code == 3, "its memory is too small for 1F1B"
+
+
+@pytest.mark.parametrize("bandwidth", [1e-300, 1e-320])
+def test_an_estimate_beyond_all_bounds_is_one_line(bandwidth: float) -> None:
+    with pytest.raises(InputError, match=r"some\.yaml: model: and its hardware make an estimate beyond all bounds"):
+        estimate(config_of(offload={"bandwidth_bytes_per_s": bandwidth}), Hardware.read(LAPTOP))
