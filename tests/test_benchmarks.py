@@ -175,6 +175,7 @@ def test_every_instance_has_a_reference_that_it_does_not_contradict() -> None:
     known = lab.references()
     assert sorted(known) == sorted(lab.instances())
     assert all(0 < one.bound_ms <= one.best_ms * (1 + 1e-6) for one in known.values())
+    assert all(one.whole_bound_ms > one.bound_ms for one in known.values() if one.whole_bound_ms is not None)
 
 
 def test_sized_problems_are_the_instance_they_come_from() -> None:
