@@ -286,12 +286,13 @@ class Executor:
         self.close()
 
     def close(self) -> None:
-        """End the lanes and the threads, and wait until they have. Twice does no harm."""
+        """End the lanes and the threads, wait until they have, and free the host memory. Twice does no harm."""
         self.failure.wake = None  # the connections live on
         self.failure.report(RunFailed("the executor is closed"))
         for lane in set(self._parts.lanes.values()):
             lane.close()
         self._transport.close()
+        self.pool.free()
 
     @property
     def _holds_last(self) -> bool:

@@ -70,6 +70,12 @@ class HostPool:
             self.allocated = layout.nbytes
             self._spaces = {key: _Space(self, place) for key, place in layout.places.items()}
 
+    def free(self) -> None:
+        """Give everything back to the system, unless something is in use: then it goes with the pool."""
+        with self._lock:
+            if self.in_use == 0:
+                self.lay_out(Layout({}, 0, 0))
+
     def space(self, key: Hashable) -> HostMemory:
         """The place of one offload; the pool itself where it has none."""
         return self._spaces.get(key, self)

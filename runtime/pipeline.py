@@ -166,7 +166,7 @@ class Pipeline:
 
     def _run_under(self, plan: Plan) -> None:
         """The steps to come run under another plan; all ranks call it between the same two steps."""
-        self._executor.close()  # first: its pinned memory is wanted
+        self._executor.close()  # first: its host memory is wanted
         self.plan, self._executor = plan, self._made(plan)
 
     def _cut(self, name: str, batch: Tensor | Sequence[Tensor] | None, needed: bool) -> list[Tensor] | None:

@@ -121,7 +121,7 @@ class Trainer:
 
     def _run_under(self, plan: Plan) -> None:
         """The steps to come run under another plan; all ranks call it between the same two steps."""
-        self.executor.close()  # first: its pinned memory is wanted
+        self.executor.close()  # first: its host memory is wanted
         self.plan = plan
         self.executor = self._executor()
         self._peaks.append(memory.peaks(plan.problem, plan.ops))

@@ -15,7 +15,7 @@ from optpipe.ops import Kind
 from optpipe.plan import Plan
 from runtime import host_layout
 from runtime.executor import Executor
-from runtime.host_layout import Interval, aligned
+from runtime.host_layout import Interval, Layout, aligned
 from runtime.host_memory import HostPool
 from runtime.model import loss_fn
 from tests.pipelines import (
@@ -146,8 +146,8 @@ def test_a_place_is_filled_and_used_again_and_what_does_not_fit_goes_elsewhere()
     assert pool.space("none of the plan's") is pool
 
 
-def allocations(plan: Plan, steps: int, **options) -> tuple[list[int], list[int], Executor]:
-    """Of the pool after each step, and the peaks."""
+def allocations(plan: Plan, steps: int, **options) -> tuple[list[int], list[int], int, int]:
+    """Of the pool after each step, the peaks, what the pool had in the end, and what the plan says of it."""
     stages = {s: stage_module(s, plan.problem.num_stages) for s in range(plan.problem.num_stages)}
     inputs = batch(plan.problem.num_microbatches)
     taken, peaks = [], []
@@ -155,7 +155,8 @@ def allocations(plan: Plan, steps: int, **options) -> tuple[list[int], list[int]
         for _ in range(steps):
             peaks.append(executor.step(*inputs).host_peak_bytes)
             taken.append(executor.pool.allocations)
-    return taken, peaks, executor
+        allocated = executor.pool.allocated
+    return taken, peaks, allocated, executor.planned_host_bytes
 
 
 def test_steps_of_an_exact_plan_allocate_nothing():
@@ -165,11 +166,11 @@ def test_steps_of_an_exact_plan_allocate_nothing():
     everything = {(s, j) for s in range(2) for j in range(4)}
     plans += [plan_of_orders(problem, v_order(1, 4), everything)]
     for plan in plans:
-        taken, peaks, executor = allocations(plan, 3, before_op=lambda *_: time.sleep(rng.random() * 1e-3))
+        taken, peaks, _, planned = allocations(plan, 3, before_op=lambda *_: time.sleep(rng.random() * 1e-3))
         # A part of an offload is made up of whole storages, which may be a little more: known after the first step.
         assert taken[1:] == taken[:1] * 2
         if plan.ops.bytes.max() < 0:
-            assert taken == [1] * 3 and max(peaks) <= executor.planned_host_bytes
+            assert taken == [1] * 3 and max(peaks) <= planned
 
 
 def test_a_plan_that_says_too_little_is_made_room_for_after_the_first_step():
@@ -177,6 +178,17 @@ def test_a_plan_that_says_too_little_is_made_room_for_after_the_first_step():
     small = problem.changed(stages=tuple(s.model_copy(update={"offloadable_bytes": 100}) for s in problem.stages))
     order = [(Kind.F, 0, j) for j in range(4)] + [(Kind.BW, 0, j) for j in range(4)]
     plan = plan_of_orders(small, [order], {(0, j) for j in range(4)})
-    taken, peaks, executor = allocations(plan, 3)
+    taken, peaks, allocated, _ = allocations(plan, 3)
     assert taken[0] > 1 and taken[1:] == [taken[0]] * 2
-    assert 0 < max(peaks) <= executor.pool.allocated <= 1.05 * 4 * problem.stages[0].offloadable_bytes
+    assert 0 < max(peaks) <= allocated <= 1.05 * 4 * problem.stages[0].offloadable_bytes
+
+
+def test_what_is_in_use_stays_until_it_is_given_back():
+    pool = HostPool()
+    pool.lay_out(Layout({}, 4096, 4096))
+    buffer = pool.take(100)
+    pool.free()
+    assert pool.allocated == 4096 + 100
+    pool.give(buffer)
+    pool.free()
+    assert pool.allocated == pool.in_use == 0
