@@ -462,12 +462,13 @@ def train(
     from runtime.train import settings_of
     from runtime.train import train as run
 
-    total = steps or settings_of(plan, settings, plan_file).train.steps
+    known = settings_of(plan, settings, plan_file)
+    total = steps or known.train.steps
     planned = metrics.measure(plan.problem, plan.ops)
     if launch.is_chief() and not as_json:
         for line in report.facts(plan):
             click.echo(line)
-    with Events(tensorboard if launch.is_chief() else None, planned) as events:
+    with Events(tensorboard if launch.is_chief() else None, planned, known.batch.accumulate) as events:
 
         def tell(step: Step) -> None:
             click.echo(

@@ -50,6 +50,8 @@ class Replanner:
         Whether this is rank 0.
     with_host
         The host's work belongs to the times of ops: on CPU devices.
+    runs
+        How often the plan runs in a step.
     file
         Where a plan that takes over is kept; None: nowhere.
     """
@@ -62,8 +64,10 @@ class Replanner:
         *,
         is_chief: bool,
         with_host: bool,
+        runs: int = 1,
         file: str | Path | None = None,
     ) -> None:
+        self._runs = runs
         self._wanted, self._plan, self._ranks, self._file = wanted, plan, ranks, file
         self._is_chief, self._with_host = is_chief, with_host
         self._every = wanted.every
@@ -125,7 +129,7 @@ class Replanner:
         if self._is_chief:
             problem = problem_as_seen(self._plan.problem, seen)
             ops = earliest(problem, self._plan.ops)
-            self._now_ms = makespan(ops)
+            self._now_ms = makespan(ops) * self._runs
             self._solver = Solving(
                 Plan(problem, ops, None, {"method": "replan"}, self._plan.training, self._plan.extra), self._wanted
             )
@@ -175,10 +179,10 @@ class Replanner:
         self.close()
         if plan is None:
             return None, Replanned("failed", self._now_ms, message=fault)
-        new_ms = makespan(plan.ops)
+        new_ms = makespan(plan.ops) * self._runs
         if new_ms > self._now_ms * (1.0 - self._wanted.gain) or new_ms >= self._now_ms:
             return None, Replanned("none better", self._now_ms, new_ms)
-        return plan, _promise("taken", self._now_ms, new_ms, plan, self._keep(plan))
+        return plan, self._promise("taken", self._now_ms, new_ms, plan, self._keep(plan))
 
     def _keep(self, plan: Plan) -> str:
         """Write a plan that takes over, for runs to come; what there is to say of that. A run does not end for it."""
@@ -200,13 +204,12 @@ class Replanner:
             return None, Replanned("confirmed", before_ms, now_ms)
         self._every *= 2
         self._begin(before)
-        return before, _promise("given back", before_ms, now_ms, before, "")
+        return before, self._promise("given back", before_ms, now_ms, before)
 
-
-def _promise(outcome: str, before_ms: float, after_ms: float, plan: Plan, message: str) -> Replanned:
-    """What is to be told of a change of plans: with what the next one promises."""
-    planned = metrics.measure(plan.problem, plan.ops)
-    return Replanned(outcome, before_ms, after_ms, message, planned.makespan_ms, planned.peak_bytes)
+    def _promise(self, outcome: str, before_ms: float, after_ms: float, plan: Plan, message: str = "") -> Replanned:
+        """What is to be told of a change of plans: with what the next one promises."""
+        planned = metrics.measure(plan.problem, plan.ops)
+        return Replanned(outcome, before_ms, after_ms, message, planned.makespan_ms * self._runs, planned.peak_bytes)
 
 
 def _trace(result: StepResult) -> Trace:

@@ -15,14 +15,23 @@ _FIGURES = ("loss", "learning_rate", "grad_norm", "tokens_per_s", "step_ms", "bu
 class Events:
     """Writes each step into a folder that ``tensorboard --logdir`` reads. Without a folder it does nothing.
 
+    Parameters
+    ----------
+    folder
+        Where they go.
+    planned
+        What the plan promises of one run.
+    runs
+        How often it runs in a step.
+
     Raises
     ------
     InputError
         TensorBoard is not installed, or the folder cannot be written to.
     """
 
-    def __init__(self, folder: str | Path | None, planned: Metrics) -> None:
-        self.makespan_ms, self.peak_bytes = planned.makespan_ms, planned.peak_bytes
+    def __init__(self, folder: str | Path | None, planned: Metrics, runs: int = 1) -> None:
+        self.makespan_ms, self.peak_bytes = planned.makespan_ms * runs, planned.peak_bytes
         self._writer = None if folder is None else _writer(folder)
 
     def add(self, step: Step) -> None:

@@ -65,6 +65,7 @@ class Trainer:
                 self.place.ranks,
                 is_chief=rank.rank == 0,
                 with_host=rank.device.type == "cpu",
+                runs=config.batch.accumulate,
                 file=replanned,
             )
         self.optimizer = optimizer.adamw(self.stages.values(), config.optimizer)

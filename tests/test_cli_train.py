@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from cli import main
+from optpipe import memory
+from optpipe.errors import RunFailed
+from optpipe.plan import Plan
 from optpipe.profile import Profile
 from optpipe.task import read_task
+from runtime.metrics_log import Replanned, Step, Summary
 from tests.conftest import DATA, plan_in_order
 
 MICROBATCHES = 3
@@ -88,6 +94,44 @@ def test_train_for_machines(run, plan_file, folder):
     assert [step["step"] for step in steps] == [1, 2]
     assert summary["steps"] == 2
     assert summary["within_plan"] is True
+
+
+def test_the_plans_time_in_the_log_is_that_of_all_its_runs_in_a_step(run, plan_file, folder):
+    planned = Plan.read(plan_file).makespan_ms
+    for runs in (1, 3):
+        changed = CONFIG.replace("microbatch_size:", f"accumulate: {runs}, microbatch_size:")
+        (folder / "more.yaml").write_text(changed)
+        result = run("train", "--schedule", plan_file, "--config", "more.yaml", "--steps", "1")
+        assert result.exit_code == 0, result.output
+        assert f"(plan {planned * runs:.0f})" in result.stdout
+
+
+@pytest.mark.parametrize(("given", "kept"), [("slow.json", "slow.replanned.json"), ("slow", "slow.replanned.json")])
+def test_a_run_that_solves_again_says_what_became_of_it(run, plan_file, folder, monkeypatch, given, kept):
+    Path(folder / given).write_text((folder / plan_file).read_text())
+    planned = Plan.read(plan_file)
+    peaks = memory.peaks(planned.problem, planned.ops)
+    step = Step(1, 5.0, 1e-3, None, 9.0, 9.0, 1.0, 0.5, peaks, [0, 0])
+    places = []
+
+    def stand_in(plan: Plan, *_: Any, on_step: Any, replanned: str, **__: Any) -> Summary:
+        places.append(replanned)
+        twice = [2 * peak for peak in peaks]
+        on_step(replace(step, replanned=Replanned("taken", 9.0, 4.0, f"written to {replanned}", 4.0, twice)))
+        on_step(replace(step, step=2, pipeline_ms=4.5))
+        on_step(replace(step, step=3, replanned=Replanned("confirmed", 9.0, 4.5)))
+        raise RunFailed("that is all")
+
+    monkeypatch.setattr("runtime.train.train", stand_in)
+    result = run("train", "--schedule", given)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("step ", "plan: "))]
+    assert places == [kept]
+    assert f"schedule 9 (plan {planned.makespan_ms:.0f})" in lines[0] and "peak 100% of plan" in lines[0]
+    assert lines[1] == f"plan: another plan takes over: at the times measured 9 ms, then 4 ms; written to {kept}"
+    assert "schedule 4 (plan 4)" in lines[2] and "peak 50% of plan" in lines[2]
+    assert lines[4] == "plan: the plan that took over is faster: measured 9 ms, then 4.5 ms"
+    shown = [json.loads(line) for line in run("train", "--schedule", given, "--json").stdout.splitlines()]
+    assert [one["replanned"] and one["replanned"]["outcome"] for one in shown] == ["taken", None, "confirmed"]
 
 
 @pytest.mark.parametrize(
