@@ -53,7 +53,7 @@ class Replanner:
     runs
         How often the plan runs in a step.
     file
-        Where a plan that takes over is kept; None: nowhere.
+        Where rank 0 keeps the plan that is in force since one took over; None: nowhere.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Replanner:
         return plan, self._promise("taken", self._now_ms, new_ms, plan, self._keep(plan))
 
     def _keep(self, plan: Plan) -> str:
-        """Write a plan that takes over, for runs to come; what there is to say of that. A run does not end for it."""
+        """Write the plan of the steps to come, also for other runs; what there is to say of that. A run does not end for it."""
         if self._file is None:
             return ""
         try:
@@ -204,9 +204,10 @@ class Replanner:
             return None, Replanned("confirmed", before_ms, now_ms)
         self._every *= 2
         self._begin(before)
-        return before, self._promise("given back", before_ms, now_ms, before)
+        message = self._keep(before) if self._is_chief else ""
+        return before, self._promise("given back", before_ms, now_ms, before, message)
 
-    def _promise(self, outcome: str, before_ms: float, after_ms: float, plan: Plan, message: str = "") -> Replanned:
+    def _promise(self, outcome: str, before_ms: float, after_ms: float, plan: Plan, message: str) -> Replanned:
         """What is to be told of a change of plans: with what the next one promises."""
         planned = metrics.measure(plan.problem, plan.ops)
         return Replanned(outcome, before_ms, after_ms, message, planned.makespan_ms * self._runs, planned.peak_bytes)

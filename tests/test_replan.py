@@ -132,16 +132,17 @@ def test_a_better_plan_takes_over_and_stays_where_it_proves_to_be_faster(asked_b
     assert (last[1].before_ms, last[1].after_ms) == pytest.approx((plan.makespan_ms, new.makespan_ms))
 
 
-def test_a_plan_that_proves_to_be_slower_gives_way_and_is_asked_for_half_as_often(asked_by):
+def test_a_plan_that_proves_to_be_slower_gives_way_and_is_asked_for_half_as_often(asked_by, tmp_path):
     answers = asked_by(better)
-    plan = slow_plan()
-    replanner = of_alone(plan)
+    plan, file = slow_plan(), tmp_path / "new.json"
+    replanner = of_alone(plan, file=file)
     run(replanner, plan, EVERY)
     ((new, _),) = run(replanner, plan, 1)
-    assert new is not None
+    assert new is not None and Plan.read(file).to_json() == new.to_json()
     back, said = run(replanner, new, SETTLING + WINDOW, factor=3.0)[-1]
     assert back is plan and said is not None and said.outcome == "given back"
     assert said.after_ms == pytest.approx(3 * new.makespan_ms) and said.planned_ms == plan.makespan_ms
+    assert Plan.read(file).to_json() == plan.to_json(), "what is kept is the plan in force"
     assert all(pair == (None, None) for pair in run(replanner, plan, 2 * EVERY)) and len(answers.asked) == 2
     assert run(replanner, plan, 1)[0][0] is not None
 
