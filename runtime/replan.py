@@ -185,7 +185,8 @@ class Replanner:
         return plan, self._promise("taken", self._now_ms, new_ms, plan, self._keep(plan))
 
     def _keep(self, plan: Plan) -> str:
-        """Write the plan of the steps to come, also for other runs; what there is to say of that. A run does not end for it."""
+        """Write the plan of the steps to come, for other runs to begin with; what there is to say of that. A run does
+        not end for it."""
         if self._file is None:
             return ""
         try:
