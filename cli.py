@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -496,14 +495,14 @@ def train(
         if summary.checkpoint:
             console.print(f"checkpoint in {summary.checkpoint}")
         if trace is not None:
-            console.print(f"trace in {trace}")
+            console.print(f"trace in {trace}" + (", of the plan that ran last" if summary.plans > 1 else ""))
     launch.leave()
 
 
 def _replanned(plan_file: str) -> str:
-    """Where a plan that takes over goes: ``plan.replanned.json`` beside ``plan.json``."""
+    """Where a plan that takes over is kept: ``plan.replanned.json`` beside ``plan.json``, and itself from then on."""
     ending = ".replanned.json"
-    return plan_file if plan_file.endswith(ending) else str(Path(plan_file).with_suffix(ending))
+    return plan_file if plan_file.endswith(ending) else plan_file.removesuffix(".json") + ending
 
 
 @command("optpipe cache list")

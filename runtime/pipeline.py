@@ -150,6 +150,7 @@ class Pipeline:
         RunFailed
             Something failed here or on another rank.
         """
+        self._run_under_the_plan()
         batch = [self._cut(*part) for part in zip(("inputs", "targets"), (inputs, targets), self._holds, strict=True)]
         self.result = self._executor.step(*batch, number=self._number)
         self._number += 1
@@ -160,14 +161,14 @@ class Pipeline:
         if self._replanner is not None:
             slowest_ms = max(row[2] for row in rows)
             plan, self.replanned = self._replanner.after(self.result, slowest_ms, bool(rows[0][3]))
-            if plan is not None:
-                self._run_under(plan)
+            self.plan = plan or self.plan
         return sum(row[0] for row in rows) / sum(row[1] for row in rows)
 
-    def _run_under(self, plan: Plan) -> None:
-        """The steps to come run under another plan; all ranks call it between the same two steps."""
-        self._executor.close()  # first: its host memory is wanted
-        self.plan, self._executor = plan, self._made(plan)
+    def _run_under_the_plan(self) -> None:
+        """Where the plan is another one now; all ranks call it between the same two steps."""
+        if self._executor.plan is not self.plan:
+            self._executor.close()  # first: its host memory is wanted
+            self._executor = self._made(self.plan)
 
     def _cut(self, name: str, batch: Tensor | Sequence[Tensor] | None, needed: bool) -> list[Tensor] | None:
         if batch is None or not needed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from runtime import launch
 
 #: Seconds that a solver has beyond its limit: to start, to read and to write.
 _LATE_S = 60.0
+#: Files in its folder.
+_START, _FOUND, _ERRORS = "start.json", "plan.json", "errors.txt"
 
 
 class Solving:
@@ -31,23 +34,14 @@ class Solving:
     """
 
     def __init__(self, start: Plan, wanted: ReplanConfig) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="optpipe-", ignore_cleanup_errors=True)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._end = time.monotonic() + wanted.time_limit_s + _LATE_S
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
         self._fault = ""
-        task, self._found = Path(self._folder.name, "start.json"), Path(self._folder.name, "plan.json")
-        options = {"--time-limit": wanted.time_limit_s, "--threads": wanted.threads, "--gap": wanted.gain}
-        command = [sys.executable, "-P", "-m", "runtime.tethered", "cli", "solve", str(task), "-o", str(self._found)]
         try:
-            start.write(task)
-            self._process = subprocess.Popen(
-                [*command, *(str(part) for option in options.items() for part in option)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env=launch.environment(),
-            )
+            self._folder = Path(tempfile.mkdtemp(prefix="optpipe-"))
+            start.write(self._folder / _START)
+            self._process = _process(self._folder, wanted)
         except (InputError, OSError) as error:
             self._fault = str(error)
 
@@ -58,22 +52,18 @@ class Solving:
 
     def result(self) -> tuple[Plan | None, str]:
         """The plan; or None and why there is none."""
-        if self._process is None:
+        if self._process is None or self._folder is None:
             return None, self._fault
         status = self._process.poll()
         if status != 0:
-            return None, self._last_words() or ("did not end in time" if status is None else f"exit status {status}")
+            said = _last_line(self._folder / _ERRORS)
+            return None, said or ("did not end in time" if status is None else f"exit status {status}")
         try:
-            plan = Plan.read(self._found)
+            plan = Plan.read(self._folder / _FOUND)
         except InputError as error:
             return None, str(error)
         violations = verify_plan(plan)
         return (None, violations[0]) if violations else (plan, "")
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
 
     def close(self) -> None:
         """End the process, and remove its files."""
@@ -83,5 +73,25 @@ class Solving:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        self._errors.close()
-        self._folder.cleanup()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _process(folder: Path, wanted: ReplanConfig) -> subprocess.Popen[bytes]:
+    """The solver. Not with the user's cache: every look would leave a schedule there."""
+    options = {"--time-limit": wanted.time_limit_s, "--threads": wanted.threads, "--gap": wanted.gain}
+    command = ["cli", "solve", str(folder / _START), "-o", str(folder / _FOUND), "--no-cache"]
+    command += [str(part) for option in options.items() for part in option]
+    with open(folder / _ERRORS, "wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "runtime.tethered", "--folder", str(folder), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=launch.environment(),
+        )
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").strip().splitlines() if file.exists() else []
+    return lines[-1] if lines else ""

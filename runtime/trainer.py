@@ -57,6 +57,7 @@ class Trainer:
         self.executor = self._executor()
         self._peaks = [memory.peaks(plan.problem, plan.ops)]  # of the plans that ran
         self._since = 0  # how many steps went before the plan
+        self._next: Plan | None = None  # of the next step, where it is another one
         self._replanner: Replanner | None = None
         if config.train.replan is not None:
             self._replanner = Replanner(
@@ -81,6 +82,8 @@ class Trainer:
 
     def step(self, number: int) -> Step:
         """One optimiser step."""
+        if self._next is not None:
+            self._run_under(self._next)
         began = time.perf_counter()
         result = self._run_plans(number)
         if self.tracer is not None:
@@ -96,13 +99,9 @@ class Trainer:
         if every is not None and (number + 1) % every == 0:
             record = replace(record, validation_loss=self._validation_loss())
         if self._replanner is not None:
-            plan, said = self._replanner.after(result, record.pipeline_ms, self._answered)
+            self._next, said = self._replanner.after(result, record.pipeline_ms, self._answered)
             record = replace(record, replanned=said)
-        else:
-            plan = None
         self.records.append(record)
-        if plan is not None:
-            self._run_under(plan)
         return record
 
     def _executor(self) -> Executor:
@@ -123,7 +122,7 @@ class Trainer:
     def _run_under(self, plan: Plan) -> None:
         """The steps to come run under another plan; all ranks call it between the same two steps."""
         self.executor.close()  # first: its host memory is wanted
-        self.plan = plan
+        self.plan, self._next = plan, None
         self.executor = self._executor()
         self._peaks.append(memory.peaks(plan.problem, plan.ops))
         self._since = len(self.records)

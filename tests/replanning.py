@@ -19,17 +19,23 @@ from tests import own_training as own
 MORE, SECONDS = 3, 120.0
 
 
-def _goes_on(began: float, taken: int, done: int, steps: int | None) -> bool:
+def _goes_on(began: float, taken: int, done: int, steps: int | None, more: int = MORE) -> bool:
     """Whether to take another step, the same on every rank: as many as another run took, or until something came of
     it and some steps more."""
     if steps is not None:
         return done < steps
     late = max(row[0] for row in gather.numbers([time.monotonic() - began])) > SECONDS
-    return not late and (not taken or done < taken + MORE)
+    return not late and (not taken or done < taken + more)
 
 
 def train(
-    rank: Rank, plan: dict[str, Any], config: dict[str, Any], file: str | None, trace: str | None, steps: int | None
+    rank: Rank,
+    plan: dict[str, Any],
+    config: dict[str, Any],
+    file: str | None,
+    trace: str | None,
+    steps: int | None,
+    more: int,
 ) -> dict[str, Any]:
     """A trainer's steps: losses, what was said of plans, the plan that ran last and its summary."""
     run = Trainer(
@@ -38,7 +44,7 @@ def train(
     said: list[dict[str, Any]] = []
     began, taken, number = time.monotonic(), 0, 0
     try:
-        while _goes_on(began, taken, number, steps):
+        while _goes_on(began, taken, number, steps, more):
             record = run.step(number)
             number += 1
             if record.replanned is not None:

@@ -106,7 +106,10 @@ def test_the_plans_time_in_the_log_is_that_of_all_its_runs_in_a_step(run, plan_f
         assert f"(plan {planned * runs:.0f})" in result.stdout
 
 
-@pytest.mark.parametrize(("given", "kept"), [("slow.json", "slow.replanned.json"), ("slow", "slow.replanned.json")])
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("a.json", "a.replanned.json"), ("a.v1", "a.v1.replanned.json"), ("b.replanned.json", "b.replanned.json")],
+)
 def test_a_run_that_solves_again_says_what_became_of_it(run, plan_file, folder, monkeypatch, given, kept):
     Path(folder / given).write_text((folder / plan_file).read_text())
     planned = Plan.read(plan_file)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from runtime.metrics_log import Replanned, Step
 from runtime.replan import SETTLING, WINDOW, Replanner
 from runtime.result import OpRecord, StepResult
 from runtime.solving import Solving
+from runtime.tracing import STEPS
 from solver.solve import solve
 from tests import replanning
 from tests.test_pipeline import measured
@@ -194,20 +194,28 @@ def test_a_solver_that_is_gone_or_never_began_is_said(monkeypatch, tmp_path):
     assert solver.result() == (None, "exit status -9")
     solver.close()
     monkeypatch.setattr(solving.sys, "executable", str(tmp_path / "no python"))
-    solver = Solving(slow_plan(), ReplanConfig())
-    assert solver.is_done
-    assert solver.result()[0] is None and "no python" in solver.result()[1]
-    solver.close()
+    for fault in ("no python", "no folder"):
+        if fault == "no folder":
+            monkeypatch.setattr(solving.tempfile, "tempdir", str(tmp_path / fault))
+        solver = Solving(slow_plan(), ReplanConfig())
+        assert solver.is_done
+        assert solver.result()[0] is None and fault in solver.result()[1]
+        solver.close()
 
 
-def test_what_is_tethered_ends_with_its_input():
-    asleep = [sys.executable, "-m", "runtime.tethered", "timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"]
+def test_what_is_tethered_ends_with_its_input_and_its_folder_with_it(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("x")
+    asleep = [sys.executable, "-m", "runtime.tethered", "--folder", str(folder)]
+    asleep += ["timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"]
     process = subprocess.Popen(asleep, stdin=subprocess.PIPE, env=launch.environment())
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(30.0) == 1
+    assert not folder.exists()
 
 
 def test_what_is_tethered_runs_as_without(capfd):
@@ -217,25 +225,29 @@ def test_what_is_tethered_runs_as_without(capfd):
     assert "no such file" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_training_goes_on_under_another_plan_with_the_same_numbers(tmp_path, replicas):
+@pytest.mark.parametrize(("replicas", "more"), [(1, replanning.MORE), (2, replanning.MORE), (1, 0)])
+def test_training_goes_on_under_another_plan_with_the_same_numbers(tmp_path, replicas, more):
     settings = {"train": {"steps": 10_000, "seed": 3, "replicas": replicas}, "batch": {"microbatches": 6}}
     plain = config_of("line", **settings)
     settings["train"]["replan"] = {"every": 3, "time_limit_s": 2.0}
     config = config_of("line", **settings)
     plan = solve(plan_of(config, offload=False).problem, method="sequential")
     file, trace = tmp_path / "new.json", tmp_path / "trace.json"
-    tasks = {"plan": plan.to_json(), "file": str(file), "trace": str(trace)}
+    tasks = {"plan": plan.to_json(), "file": str(file), "trace": str(trace), "more": more}
     ranks = config.num_ranks
 
     found = launch.launch(replanning.train, {**tasks, "config": config.to_json(), "steps": None}, ranks, "cpu")
 
     assert [said["outcome"] for said in found["said"]][:1] == ["taken"], found["said"]
-    taken = Plan.from_json(found["plan"], "")
-    assert taken.makespan_ms < found["said"][0]["before_ms"] and found["summary"]["plans"] == 2
-    assert Plan.read(file).to_json() == found["plan"]
-    traced = json.loads(trace.read_text())
-    assert len(traced["steps"]) == replanning.MORE, "steps under the plan before are no part of the trace"
+    taken, ran = Plan.read(file), Plan.from_json(found["plan"], "")
+    assert taken.makespan_ms < found["said"][0]["before_ms"]
+    steps = len(json.loads(trace.read_text())["steps"])
+    if more:
+        assert taken.to_json() == ran.to_json() and found["summary"]["plans"] == 2
+        assert steps == more, "steps under the plan before are no part of the trace"
+    else:
+        # Where no step follows the plan before is the one that ran last.
+        assert ran.to_json() == plan.sorted().to_json() and found["summary"]["plans"] == 1 and steps == STEPS
 
     tasks |= {"trace": None, "file": None, "config": plain.to_json(), "steps": len(found["losses"])}
     alone = launch.launch(replanning.train, tasks, ranks, "cpu")
@@ -269,7 +281,8 @@ def test_a_plan_that_is_solved_again_starts_from_its_schedule(tiny_problem, tiny
 
 def test_the_files_of_the_solver_beside_go_with_it():
     solver = Solving(slow_plan(), ReplanConfig(time_limit_s=50.0))
-    folder = Path(solver._folder.name)
+    folder = solver._folder
+    assert folder is not None
     assert (folder / "start.json").exists()
     solver.close()
     assert not folder.exists()
