@@ -25,6 +25,8 @@ from solver.solve import solve
 
 #: ms between stages, as gloo takes for such a message on one machine.
 COMM_MS = 0.5
+#: Saved by each op, of which whole ones move.
+SAVED_TENSORS = 16
 #: Seconds that the plan of the profile is looked for, and that each later one is.
 SOLVE_S = 5.0
 WANTED = ReplanConfig(every=6, time_limit_s=SOLVE_S)
@@ -134,4 +136,5 @@ def train_rank(rank: Rank, plan: dict[str, Any], problem: dict[str, Any], bytes_
 
 def _stage(problem: Problem, number: int) -> SleepStage:
     stage = problem.stages[number]
-    return SleepStage(stage.forward_ms, stage.backward_ms, stage.weight_ms, emulated.SHAPE, emulated.SAVED_BYTES)
+    times = stage.forward_ms, stage.backward_ms, stage.weight_ms
+    return SleepStage(*times, emulated.SHAPE, emulated.SAVED_BYTES, SAVED_TENSORS)

@@ -132,7 +132,7 @@ class Bench:
 
     def link(self) -> HostLink:
         """The host link's speed, by copies of nothing else."""
-        host = HostLinks(self.device, self.pace, nbytes=256 << 20 if self.device.type == "cuda" else 1 << 20)
+        host = HostLinks(self.device, (self.pace, self.pace), 256 << 20 if self.device.type == "cuda" else 1 << 20)
         found = host.measure(True, 10)
         host.close()
         assert found is not None

@@ -116,7 +116,7 @@ def replan(rounds: int) -> Iterator[Part]:
         f"({drifted.SOLVE_S:g} s), the machine is another one, of which the training knows nothing: every "
         f"{drifted.WANTED.every} steps it looks at the times that ops took, and a solver of one thread beside it has "
         f"{drifted.SOLVE_S:g} s. `its step`: median as measured, before the solver began, and behind the change of "
-        "plan. On two ranks with a slow link the plan moves nothing, so that nothing is seen of the link.",
+        "plan.",
     )
 
 

@@ -3,9 +3,8 @@
     ops of the last steps --Seen.of--> medians of one rank --gather--> those of all --problem_as_seen--> Problem
 
 What a plan never does is not seen, so its time is scaled: a stage whose backwards were all fused and took 20% more than
-planned is taken to need 20% more for B and for W; a link that carried nothing is taken to be as far from planned as the
-others are. Where nothing at all was moved, links stay as planned. Bytes stay the plan's: budgets and its promise are
-made of them.
+planned is taken to need 20% more for B and for W, and a stage without transfers as far from planned as those of the
+other stages on its device. Bytes stay the plan's: budgets and its promise are made of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optpipe.ops import Kind
@@ -64,6 +63,10 @@ class Seen:
                 times[key] = max(times[key], value)
         return cls(dict(times), lags)
 
+    def with_times(self, times: Mapping[tuple[int, Kind], float]) -> Seen:
+        """With what was found in another way."""
+        return replace(self, times={**self.times, **times})
+
     def to_json(self) -> list[Any]:
         """The times as JSON."""
         return [[stage, int(kind), value] for (stage, kind), value in self.times.items()]
@@ -101,15 +104,14 @@ def problem_as_seen(problem: Problem, seen: Seen) -> Problem:
 
 
 def _links_as_seen(problem: Problem, times: Mapping[tuple[int, Kind], float]) -> list[float]:
-    """By device, what transfers took over what was planned: of both ways, or of all devices where it has none."""
+    """By device, what transfers took over what was planned, of both ways; 1 where none was seen."""
     found: defaultdict[int, list[float]] = defaultdict(list)
     for (s, kind), took in times.items():
         stage = problem.stages[s]
         planned = {Kind.O: stage.offload_ms, Kind.R: stage.reload_ms}.get(kind, 0.0)
         if planned > 0:
             found[stage.device].append(took / planned)
-    everywhere = statistics.median(own) if (own := [ratio for ratios in found.values() for ratio in ratios]) else 1.0
-    return [statistics.median(found[d]) if d in found else everywhere for d in range(problem.num_devices)]
+    return [statistics.median(found.get(device, [1.0])) for device in range(problem.num_devices)]
 
 
 def _times_as_seen(

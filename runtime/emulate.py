@@ -46,14 +46,23 @@ class SleepStage(nn.Module):
         Of its output.
     saved_bytes
         Saved by F for the backward, and kept until W.
+    saved_tensors
+        In how many tensors: whole ones move.
     """
 
     def __init__(
-        self, forward_ms: float, backward_ms: float, weight_ms: float, shape: tuple[int, ...], saved_bytes: int = 0
+        self,
+        forward_ms: float,
+        backward_ms: float,
+        weight_ms: float,
+        shape: tuple[int, ...],
+        saved_bytes: int = 0,
+        saved_tensors: int = 1,
     ) -> None:
         super().__init__()
         self.durations = forward_ms / 1e3, backward_ms / 1e3, weight_ms / 1e3
-        self.shape, self.saved_bytes = shape, saved_bytes
+        self.shape = shape
+        self.sizes = [(saved_bytes + i) // saved_tensors for i in range(saved_tensors)]
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,18 +77,18 @@ class SleepStage(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepStage) -> Tensor:
-        ctx.save_for_backward(torch.ones(stage.saved_bytes, dtype=torch.uint8, device=x.device))
+        ctx.save_for_backward(*(torch.ones(nbytes, dtype=torch.uint8, device=x.device) for nbytes in stage.sizes))
         ctx.stage, ctx.like = stage, (x.shape, x.dtype, x.device)
         return torch.zeros(stage.shape, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
         began = _beginning()
-        (saved,) = ctx.saved_tensors
+        saved = [tensor.detach() for tensor in ctx.saved_tensors]
         _, backward_s, weight_s = ctx.stage.durations
         shape, dtype, device = ctx.like
         gx = torch.zeros(shape, dtype=dtype, device=device) if ctx.needs_input_grad[0] else None
-        if not defer(lambda _: _sleep_until(_beginning() + weight_s), saved.detach()):
+        if not defer(lambda *_: _sleep_until(_beginning() + weight_s), *saved):
             backward_s += weight_s
         _sleep_until(began + backward_s)
         return gx, None, None

@@ -60,15 +60,18 @@ class HostLinks:
     ----------
     device
         The rank's device.
-    bytes_per_s
-        The pace of a CPU device's lanes; None: full speed.
+    bandwidth
+        The pace of a CPU device's lanes there and back, bytes per s; None: full speed.
     nbytes
         Of one copy.
     """
 
-    def __init__(self, device: torch.device, bytes_per_s: float | None, nbytes: int = COPY_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, bandwidth: tuple[float | None, float | None], nbytes: int = COPY_BYTES
+    ) -> None:
         failure = Failure()
-        self._lanes = [copy_lane(name, device, failure, bytes_per_s) for name in ("d2h", "h2d")]
+        lanes = zip(("d2h", "h2d"), bandwidth, strict=True)
+        self._lanes = [copy_lane(name, device, failure, bytes_per_s) for name, bytes_per_s in lanes]
         here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         host = HostPool(pinned=device.type == "cuda").take(nbytes)
         self._jobs = [_Copy(host, here), _Copy(here, host)]
@@ -150,7 +153,8 @@ def measure_host_links(rank: Rank, config: Config, place: Place) -> HostLinkTria
     if not config.offload.enabled:
         return HostLinkTrial()
     devices, repeats = config.pipeline.devices, max(3, config.measure.iterations // 2)
-    host = HostLinks(rank.device, config.offload.bandwidth_bytes_per_s)
+    pace = config.offload.bandwidth_bytes_per_s
+    host = HostLinks(rank.device, (pace, pace))
 
     def speeds(mine: HostLink | None) -> list[HostLink]:
         rows = gather.numbers([mine.d2h, mine.h2d] if mine else [0.0, 0.0])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from optpipe.config import ReplanConfig
 from optpipe.errors import InputError
 from optpipe.plan import Plan
-from runtime import batch_norm, checks, gather, worker
+from runtime import batch_norm, checks, gather, idle_links, worker
 from runtime.buffers import unmoved
 from runtime.executor import Boundary, Executor, LossFn, StepResult, TensorSpec
 from runtime.metrics_log import Replanned
@@ -117,6 +117,7 @@ class Pipeline:
                 list(range(problem.num_devices)) if ranks is None else list(ranks),
                 is_chief=not dist.is_initialized() or dist.get_rank() == 0,
                 with_host=self.device.type == "cpu",
+                measure=idle_links.measured_on(self.device, options.get("bandwidth", (None, None))),
                 file=replanned_file,
             )
 

@@ -1,6 +1,6 @@
 """Solving again beside the training: a better plan for the times that were measured takes over between two steps.
 
-    steps --(drift)--> problem as seen, schedule so far --> optpipe solve, a process of its own --> plan --> next step
+    steps, idle links --(drift)--> problem as seen, schedule so far --> optpipe solve, a process of its own --> plan
 
 All ranks have a ``Replanner`` and take its decisions alike, from what all of them know; only rank 0 has a solver, and
 whether that is done travels with the figures that ranks exchange after each step anyway. What may change is the order
@@ -23,8 +23,9 @@ from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.semantics import makespan
 from optpipe.timing import earliest
-from runtime import gather, samples
+from runtime import checks, gather, idle_links, samples
 from runtime.drift import Seen, problem_as_seen
+from runtime.idle_links import Measure
 from runtime.metrics_log import Replanned
 from runtime.result import StepResult
 from runtime.samples import Sample, Trace
@@ -50,6 +51,8 @@ class Replanner:
         Whether this is rank 0.
     with_host
         The host's work belongs to the times of ops: on CPU devices.
+    measure
+        Copies over this rank's host link, where the plan leaves it idle.
     runs
         How often the plan runs in a step.
     file
@@ -64,12 +67,13 @@ class Replanner:
         *,
         is_chief: bool,
         with_host: bool,
+        measure: Measure,
         runs: int = 1,
         file: str | Path | None = None,
     ) -> None:
         self._runs = runs
         self._wanted, self._plan, self._ranks, self._file = wanted, plan, ranks, file
-        self._is_chief, self._with_host = is_chief, with_host
+        self._is_chief, self._with_host, self._measure = is_chief, with_host, measure
         self._every = wanted.every
         self._solving = False
         self._solver: Solving | None = None
@@ -140,6 +144,7 @@ class Replanner:
         last = self._steps[-1][0]
         offset_ms = (last.origin + clock_offset()) * 1e3
         mine = Seen.of(self._plan, [_trace(result) for result, _ in self._settled()], with_host=self._with_host)
+        mine = mine.with_times(idle_links.times(self._plan, checks.own_device(self._ranks), self._measure))
         ops = [[int(op.kind), op.stage, op.microbatch, op.start, op.end] for op in _first_run(last)]
         rows = gather.objects({"times": mine.to_json(), "ops": ops, "origin_ms": offset_ms})
         begin = min(row["origin_ms"] for row in rows)

@@ -16,7 +16,7 @@ from optpipe import memory, metrics
 from optpipe.config import Config
 from optpipe.errors import InputError, RunFailed
 from optpipe.plan import Plan
-from runtime import checkpoint, data, evaluate, gather, memory_manager, optimizer, parallel, stages
+from runtime import checkpoint, data, evaluate, gather, idle_links, memory_manager, optimizer, parallel, stages
 from runtime.data_parallel import Replicas, Shards
 from runtime.executor import Executor, StepResult
 from runtime.gradients import GradientSync, TiedWeights
@@ -66,6 +66,7 @@ class Trainer:
                 self.place.ranks,
                 is_chief=rank.rank == 0,
                 with_host=rank.device.type == "cpu",
+                measure=idle_links.measured_on(rank.device, self._bandwidth()),
                 runs=config.batch.accumulate,
                 file=replanned,
             )
@@ -105,7 +106,6 @@ class Trainer:
         return record
 
     def _executor(self) -> Executor:
-        bandwidth = self.config.offload.bandwidth_bytes_per_s
         return Executor(
             self.plan,
             self.stages,
@@ -113,11 +113,15 @@ class Trainer:
             loss_fn,
             device=self.rank.device,
             ranks=self.place.ranks,
-            bandwidth=(bandwidth, bandwidth),
+            bandwidth=self._bandwidth(),
             seed=self.config.train.seed,
             syncs=self._syncs,
             watch_memory=self.tracer is not None,
         )
+
+    def _bandwidth(self) -> tuple[float | None, float | None]:
+        pace = self.config.offload.bandwidth_bytes_per_s
+        return pace, pace
 
     def _run_under(self, plan: Plan) -> None:
         """The steps to come run under another plan; all ranks call it between the same two steps."""

@@ -89,13 +89,23 @@ def test_what_a_plan_never_does_is_scaled_by_what_it_does_in_its_place():
     assert (split.backward_ms, split.weight_ms, split.bw_ms) == (1.0, 0.5, 1.25)
     assert (split.forward_ms, split.offload_ms, split.reload_ms) == (1.0, 8.0, 4.0)
     other = one_stage().to_json()
-    other["stages"].append({**other["stages"][0], "device": 1})
-    other["channels"] += [
-        {"name": f"{way}:1", "transfers": [{"device": 1, "direction": way}]} for way in ("d2h", "h2d")
-    ]
-    two = Problem.model_validate({**other, "devices": other["devices"] * 2, "comm_ms": [0.0]})
+    second = {**other["stages"][0], "device": 1}
+    two = Problem.model_validate(
+        {
+            **other,
+            "stages": [other["stages"][0], other["stages"][0], second],
+            "channels": [
+                {"name": way, "transfers": [{"device": d, "direction": way} for d in (0, 1)]} for way in ("d2h", "h2d")
+            ],
+            "devices": other["devices"] * 2,
+            "comm_ms": [0.0] * 2,
+        }
+    )
     links = problem_as_seen(two, Seen({(0, Kind.O): 8.0, (0, Kind.R): 4.0}, {})).stages
-    assert [(stage.offload_ms, stage.reload_ms) for stage in links] == [(8.0, 4.0), (8.0, 4.0)]
+    assert [(stage.offload_ms, stage.reload_ms) for stage in links] == [(8.0, 4.0), (8.0, 4.0), (4.0, 2.0)]
+    found = Seen({(0, Kind.O): 8.0}, {}).with_times({(2, Kind.O): 1.0, (2, Kind.R): 1.5})
+    links = problem_as_seen(two, found).stages
+    assert [(stage.offload_ms, stage.reload_ms) for stage in links] == [(8.0, 4.0), (8.0, 4.0), (1.0, 1.5)]
     nothing = problem_as_seen(one_stage(), Seen({}, {}))
     assert nothing == one_stage()
 
