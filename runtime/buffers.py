@@ -60,13 +60,18 @@ class Buffers:
             self._moving = {(id(was.module), was.name) for was in found}
             return found
         for was in before:
-            if was.copy is None and _is_other(was):
+            if was.copy is None and was.tensor._version != was.version:
                 layer = type(was.module).__name__
                 raise RunFailed(
                     f"the forward changes the buffer '{was.name}' of a {layer}, but did not before: it cannot run again"
                 )
         # Those that move are taken to have moved: to compare them a GPU would have to be waited for.
-        return [was for was in before if was.copy is not None]
+        # Of a buffer that was replaced, such as a table that grows, the one before is as it was.
+        return [
+            was if was.copy is not None else was._replace(copy=was.tensor)
+            for was in before
+            if was.copy is not None or was.module._buffers.get(was.name) is not was.tensor
+        ]
 
 
 def _all(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -120,7 +120,7 @@ def _check_facts(facts: Any, file: Path) -> None:
             raise InputError(file, key, f"expected a whole number, not {facts.get(key)!r:.40}")
     part = facts
     for key in ("training", "model"):
-        part = part.get(key) or {}
+        part = part.get(key, {})
         if not isinstance(part, dict):
             raise InputError(file, key, f"expected a mapping, not {part!r:.40}")
 

@@ -41,18 +41,24 @@ class Seen:
     def of(cls, plan: Plan, traces: Sequence[Trace], *, with_host: bool) -> Seen:
         """What one rank saw of its own ops in some steps under the plan (see ``samples.durations``)."""
         devices = [stage.device for stage in plan.problem.stages]
-        whole = _shares(plan)
+        whole = [stage.offloadable_bytes for stage in plan.problem.stages]
         stretched = [
             trace._replace(
                 ops=tuple(
-                    op._replace(end=op.start + (op.end - op.start) * whole.get((op.kind, op.stage, op.microbatch), 1.0))
+                    op._replace(end=op.start + (op.end - op.start) * whole[op.stage] / op.bytes) if op.bytes else op
                     for op in trace.ops
+                    if op.kind < Kind.O or op.bytes
                 )
             )
             for trace in traces
         ]
         found = samples.durations(stretched, devices, with_host=with_host)
-        return cls({key: statistics.median(values) for key, values in found.items()}, {})
+        times = {key: statistics.median(values) for key, values in found.items()}
+        for s, _ in (key for key in found if key[1] == Kind.C):
+            # One time stands for both in a problem: that of all of them together is right.
+            counts = {kind: len(found.get((s, kind), ())) for kind in (Kind.F, Kind.C)}
+            times[s, Kind.F] = sum(times[s, kind] * n for kind, n in counts.items() if n) / sum(counts.values())
+        return cls(times, {})
 
     @classmethod
     def together(cls, parts: Iterable[Seen], lags: Mapping[int, float]) -> Seen:
@@ -74,16 +80,6 @@ class Seen:
     @classmethod
     def from_json(cls, value: list[Any]) -> Seen:
         return cls({(stage, Kind(kind)): time for stage, kind, time in value}, {})
-
-
-def _shares(plan: Plan) -> dict[tuple[Kind, int, int], float]:
-    """By transfer that moves a part: all that could be moved, over what is."""
-    stages = plan.problem.stages
-    return {
-        (op.kind, op.stage, op.microbatch): stages[op.stage].offloadable_bytes / op.bytes
-        for op in plan.ops
-        if op.kind >= Kind.O and op.bytes
-    }
 
 
 def problem_as_seen(problem: Problem, seen: Seen) -> Problem:

@@ -73,8 +73,9 @@ class HostLinks:
         lanes = zip(("d2h", "h2d"), bandwidth, strict=True)
         self._lanes = [copy_lane(name, device, failure, bytes_per_s) for name, bytes_per_s in lanes]
         here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        host = HostPool(pinned=device.type == "cuda").take(nbytes)
-        self._jobs = [_Copy(host, here), _Copy(here, host)]
+        self._pool = HostPool(pinned=device.type == "cuda")  # kept: its memory is page-locked as long as it is there
+        self._host = self._pool.take(nbytes)
+        self._jobs = [_Copy(self._host, here), _Copy(here, self._host)]
         self._device, self._nbytes = device, nbytes
 
     def measure(self, taking_part: bool, repeats: int) -> HostLink | None:
@@ -103,9 +104,11 @@ class HostLinks:
         return HostLink(*(self._nbytes / time for time in times)) if taking_part else None
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the lanes, and give the memory back."""
         for lane in self._lanes:
             lane.close()
+        self._pool.give(self._host)
+        self._pool.free()
 
     def _rate(self, lane: Lane, job: _Copy, repeats: int) -> float:
         instants = clock(self._device)

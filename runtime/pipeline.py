@@ -63,7 +63,8 @@ class Pipeline:
         How many steps came before, where a run goes on: the seeds of dropout come from the numbers of steps.
     replan
         Solve again beside the training (``train.replan`` of a config): another plan may run from some step on, which
-        changes no number. ``replanned`` says after each step what became of it, ``plan`` is the one of the next step.
+        changes no number but by rounding. ``replanned`` says after each step what became of it, ``plan`` is the one of
+        the next step.
     replanned_file
         Where rank 0 keeps a plan that takes over; None: it is not kept.
     options

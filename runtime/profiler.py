@@ -31,7 +31,7 @@ from optpipe.profile import (
 )
 from runtime import conditions, costs, data, gather, launch, links, optimizer, parallel, samples, stages
 from runtime.data import VOCABULARY, batch_shape
-from runtime.executor import Executor, OpRecord
+from runtime.executor import Executor
 from runtime.model import loss_fn
 from runtime.place import Place
 from runtime.samples import Sample, Trace
@@ -190,7 +190,7 @@ class _Measurement:
                     module.zero_grad(set_to_none=True)
                 origin = result.origin * 1e3
                 if number >= self.config.measure.warmup:
-                    steps.append(([_sample(op, origin) for op in result.ops], result.step_ms))
+                    steps.append(([Sample.of(op, origin) for op in result.ops], result.step_ms))
         ranks = self.place.of_first(gather.objects(steps))
         return [
             Trace(tuple(Sample(Kind(kind), *rest) for ops, _ in step for kind, *rest in ops), max(ms for _, ms in step))
@@ -306,13 +306,6 @@ class _Measurement:
             offload_ms=timing(Kind.O) if offload else None,
             reload_ms=timing(Kind.R) if offload else None,
         )
-
-
-def _sample(op: OpRecord, origin: float) -> Sample:
-    times = origin + op.start, origin + op.end
-    return Sample(
-        op.kind, op.stage, op.microbatch, *times, op.cpu_ms, op.late_ms, op.memory_wait_ms, op.message_wait_ms
-    )
 
 
 def _link(nbytes: int, lags: list[float], messages: dict[str, list[float]]) -> LinkProfile:

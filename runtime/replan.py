@@ -93,7 +93,7 @@ class Replanner:
         return self._solver is not None and self._solver.is_done
 
     def after(self, result: StepResult, pipeline_ms: float, answered: bool) -> tuple[Plan | None, Replanned | None]:
-        """What follows from a step; all ranks call it, and get the same.
+        """What follows from a step; all ranks call it, and get the same but for the message, which is the chief's.
 
         Parameters
         ----------
@@ -115,7 +115,7 @@ class Replanner:
             return self._take_answer()
         if self._before is not None:
             return self._judge() if self._count >= SETTLING + WINDOW else (None, None)
-        if not self._solving and self._count % self._every == 0:
+        if not self._solving and self._count % self._every == 0 and self._count > SETTLING:
             self._ask()
         return None, None
 
@@ -143,16 +143,17 @@ class Replanner:
         between ranks is nothing that one of them sees."""
         last = self._steps[-1][0]
         offset_ms = (last.origin + clock_offset()) * 1e3
-        mine = Seen.of(self._plan, [_trace(result) for result, _ in self._settled()], with_host=self._with_host)
+        traces = [Trace(tuple(map(Sample.of, result.ops)), result.step_ms) for result, _ in self._settled()]
+        mine = Seen.of(self._plan, traces, with_host=self._with_host)
         mine = mine.with_times(idle_links.times(self._plan, checks.own_device(self._ranks), self._measure))
-        ops = [[int(op.kind), op.stage, op.microbatch, op.start, op.end] for op in _first_run(last)]
+        ops = [Sample.of(op) for op in _first_run(last)]
         rows = gather.objects({"times": mine.to_json(), "ops": ops, "origin_ms": offset_ms})
         begin = min(row["origin_ms"] for row in rows)
         ran = [
-            Sample(Kind(kind), stage, microbatch, start + later, end + later, 0.0, 0.0)
+            sample._replace(start=sample.start + later, end=sample.end + later)
             for row in (rows[rank] for rank in self._ranks)
             for later in [row["origin_ms"] - begin]
-            for kind, stage, microbatch, start, end in row["ops"]
+            for sample in (Sample(Kind(kind), *rest) for kind, *rest in row["ops"])
         ]
         lags = samples.message_lags([Trace(tuple(ran), 0.0)], [stage.device for stage in self._plan.problem.stages])
         medians = {boundary: max(0.0, statistics.median(found)) for boundary, found in lags.items()}
@@ -173,6 +174,7 @@ class Replanner:
         told = gather.objects({"plan": plan and plan.to_json(), "said": said and asdict(said)})[0]
         said = Replanned(**told["said"])
         if told["plan"] is None:
+            self._begin(self._plan)  # steps beside a solver are no guide
             return None, said
         self._begin(plan or Plan.from_json(told["plan"], "the solver's plan"), self._plan, self._measured_ms)
         return self._plan, said
@@ -217,24 +219,6 @@ class Replanner:
         """What is to be told of a change of plans: with what the next one promises."""
         planned = metrics.measure(plan.problem, plan.ops)
         return Replanned(outcome, before_ms, after_ms, message, planned.makespan_ms * self._runs, planned.peak_bytes)
-
-
-def _trace(result: StepResult) -> Trace:
-    ops = tuple(
-        Sample(
-            op.kind,
-            op.stage,
-            op.microbatch,
-            op.start,
-            op.end,
-            op.cpu_ms,
-            op.late_ms,
-            op.memory_wait_ms,
-            op.message_wait_ms,
-        )
-        for op in result.ops
-    )
-    return Trace(ops, result.step_ms)
 
 
 def _first_run(result: StepResult) -> list[Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.timing import order_graph
+
+if TYPE_CHECKING:
+    from runtime.result import OpRecord
 
 #: A copy that ends later than this share of its time behind its pace is late.
 LATE_SHARE = 0.1
@@ -32,6 +35,23 @@ class Sample(NamedTuple):
     late_ms: float
     memory_wait_ms: float = 0.0
     message_wait_ms: float = 0.0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, op: OpRecord, origin_ms: float = 0.0) -> Sample:
+        """An op as the executor tells of it; ``origin_ms``: where its clock begins on that of the others."""
+        return cls(
+            op.kind,
+            op.stage,
+            op.microbatch,
+            origin_ms + op.start,
+            origin_ms + op.end,
+            op.cpu_ms,
+            op.late_ms,
+            op.memory_wait_ms,
+            op.message_wait_ms,
+            op.bytes,
+        )
 
 
 class Trace(NamedTuple):
@@ -104,7 +124,7 @@ def message_lags(traces: Iterable[Trace], stage_devices: Sequence[int]) -> dict[
     """What lies between the end of an op and the start of the op in the next stage that waited for its message, ms.
 
     By boundary (s: between stages s and s+1), both directions together; only between devices, and only where the
-    receiving device had nothing else to do when the message was made.
+    receiving device had nothing else to do or to wait for when the message was made.
     """
     found: defaultdict[int, list[float]] = defaultdict(list)
     for trace in traces:
@@ -116,7 +136,7 @@ def message_lags(traces: Iterable[Trace], stage_devices: Sequence[int]) -> dict[
             last_end[device] = op.end
             source = op.stage + 1 if op.kind in _BACKWARD else op.stage - 1
             made = ended.get((op.kind in _BACKWARD, source, op.microbatch)) if _makes_message(op) else None
-            if made is not None and stage_devices[source] != device and free < made < op.start:
+            if made is not None and stage_devices[source] != device and free + op.memory_wait_ms < made < op.start:
                 found[min(op.stage, source)].append(op.start - made)
     return dict(found)
 

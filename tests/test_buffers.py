@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from optpipe import memory
 from optpipe.errors import RunFailed
 from optpipe.ops import Kind
-from runtime.buffers import Buffers, unmoved
+from runtime.buffers import Buffers, as_they_were, unmoved
 from runtime.own_model import measure
 from runtime.pipeline import Pipeline
 from solver.solve import solve
@@ -109,6 +109,18 @@ def test_a_buffer_that_moves_only_later_is_said():
     layer(torch.zeros(1, 6))
     with pytest.raises(RunFailed, match="changes the buffer 'count' of a Counting"):
         buffers.moved(before)
+
+
+def test_a_table_that_grows_later_is_as_it_was_where_it_runs_again():
+    layer = Counting(in_place=False)
+    buffers = Buffers([layer])
+    assert not buffers.moved(buffers.before())
+    before, tensor = buffers.before(), layer.count
+    layer(torch.zeros(1, 6))
+    (was,) = buffers.moved(before)
+    with as_they_were([was]):
+        assert layer.count is tensor and float(tensor) == 0.0
+    assert float(layer.count) == 1.0
 
 
 def test_what_runs_inside_leaves_the_values():

@@ -127,6 +127,9 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         ("step", -1, "step: expected a whole number, not -1"),
         ("number", None, "number: expected a whole number, not None"),
         ("training", [1], r"training: expected a mapping, not \[1\]"),
+        ("training", [], r"training: expected a mapping, not \[\]"),
+        ("training", None, "training: expected a mapping, not None"),
+        ("training", {"model": 0}, "model: expected a mapping, not 0"),
         ("training", {"model": 5}, "model: expected a mapping, not 5"),
     ],
 )

@@ -36,7 +36,11 @@ def ran(problem: Problem, ops: Ops, device: int) -> Trace:
     """What a device did under an order, at a problem's times."""
     real = earliest(problem, ops)
     mine = [op for op in real if problem.stages[op.stage].device == device]
-    samples = [Sample(op.kind, op.stage, op.microbatch, op.start, op.end, 0.0, 0.0) for op in mine]
+    moved = [problem.stages[op.stage].offloadable_bytes if op.bytes is None else op.bytes for op in mine]
+    samples = [
+        Sample(op.kind, op.stage, op.microbatch, op.start, op.end, 0.0, 0.0, bytes=nbytes if op.kind >= Kind.O else 0)
+        for op, nbytes in zip(mine, moved, strict=True)
+    ]
     return Trace(tuple(samples), semantics.makespan(real))
 
 
@@ -108,6 +112,21 @@ def test_what_a_plan_never_does_is_scaled_by_what_it_does_in_its_place():
     assert [(stage.offload_ms, stage.reload_ms) for stage in links] == [(8.0, 4.0), (8.0, 4.0), (1.0, 1.5)]
     nothing = problem_as_seen(one_stage(), Seen({}, {}))
     assert nothing == one_stage()
+
+
+def test_a_link_is_as_fast_as_what_really_moved_says_and_a_forward_that_runs_again_counts():
+    problem = one_stage()
+    plan = Plan(problem, Ops.of([]))
+    ops = [
+        Sample(Kind.F, 0, 0, 0.0, 1.0, 0.0, 0.0),
+        Sample(Kind.F, 0, 1, 1.0, 2.0, 0.0, 0.0),
+        Sample(Kind.O, 0, 0, 1.0, 5.0, 0.0, 0.0, bytes=5),  # the plan may have asked for less
+        Sample(Kind.O, 0, 1, 5.0, 5.0, 0.0, 0.0, bytes=0),
+        Sample(Kind.C, 0, 0, 5.0, 9.0, 0.0, 0.0),
+    ]
+    seen = Seen.of(plan, [Trace(tuple(ops), 9.0)], with_host=False)
+    found = problem_as_seen(problem, seen).stages[0]
+    assert found.offload_ms == pytest.approx(8.0) and found.forward_ms == pytest.approx((2 * 1.0 + 4.0) / 3)
 
 
 def test_ranks_that_run_one_stage_wait_for_the_slowest():

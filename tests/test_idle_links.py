@@ -11,7 +11,8 @@ import torch
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.problem import Problem
-from runtime import idle_links, replan
+from runtime import idle_links, links, replan
+from runtime.host_memory import HostPool
 from runtime.links import COPY_BYTES, HostLink
 from solver.solve import solve
 from tests.test_replan import EVERY, Answers, of_alone, run
@@ -104,3 +105,24 @@ def test_a_plan_without_transfers_is_asked_about_with_the_links_as_they_are(monk
     run(of_alone(plan, measure=lambda taking_part, nbytes: HostLink(1e5, 2e5)), plan, EVERY)
     (start,) = answers.asked
     assert (start.problem.stages[0].offload_ms, start.problem.stages[0].reload_ms) == (1.0, 0.5)
+
+
+def test_copies_are_measured_in_memory_that_stays_page_locked(monkeypatch):
+    locked: set[int] = set()
+
+    class Cuda:
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            locked.add(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+            locked.remove(pointer)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(links, "HostPool", lambda pinned: HostPool(pinned=True))
+    host = links.HostLinks(torch.device("cpu"), (None, None), 1 << 16)
+    assert host.measure(True, 2) is not None
+    assert len(locked) == 1
+    host.close()
+    assert not locked

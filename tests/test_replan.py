@@ -115,7 +115,21 @@ def test_every_so_many_steps_a_solver_gets_the_problem_as_seen_and_the_schedule_
     ((none, said),) = run(replanner, plan, 1, 1.5)
     assert none is None and said is not None and said.outcome == "none better" and answers.open == 0
     assert said.before_ms == pytest.approx(said.after_ms) == pytest.approx(1.5 * plan.makespan_ms)
-    assert all(pair == (None, None) for pair in run(replanner, plan, EVERY - 1)) and len(answers.asked) == 2
+    assert all(pair == (None, None) for pair in run(replanner, plan, EVERY, 3.0)) and len(answers.asked) == 2
+    # What was measured beside the solver is no part of it.
+    assert [s.forward_ms for s in answers.asked[-1].problem.stages] == pytest.approx([3.0, 3.0])
+
+
+def test_nothing_is_asked_before_steps_count(asked_by):
+    answers, plan = asked_by(lambda start: (start, "")), slow_plan()
+    replanner = Replanner(
+        ReplanConfig(every=1), plan, [0], is_chief=True, with_host=False, measure=lambda taking_part, nbytes: None
+    )
+    run(replanner, plan, SETTLING, 5.0)
+    assert not answers.asked
+    run(replanner, plan, 1)
+    (start,) = answers.asked
+    assert [s.forward_ms for s in start.problem.stages] == pytest.approx([1.0, 1.0])
 
 
 def test_a_better_plan_takes_over_and_stays_where_it_proves_to_be_faster(asked_by, tmp_path):
@@ -273,11 +287,18 @@ def test_a_record_with_what_became_of_it_comes_back_as_it_was():
 
 
 def test_a_plan_that_is_solved_again_starts_from_its_schedule(tiny_problem, tiny_plan):
-    again = solve(tiny_problem, method="auto", time_limit=1e-9, start=tiny_plan.ops)
-    assert again.makespan_ms <= tiny_plan.makespan_ms
+    told: list[float] = []
+    solve(
+        tiny_problem, method="auto", time_limit=1.0, start=tiny_plan.ops, on_progress=lambda now: told.append(now.best)
+    )
+    assert told[0] == pytest.approx(tiny_plan.makespan_ms)
     # A schedule that breaks rules is left aside.
     wrong = tiny_plan.ops.at(tiny_plan.ops.start * 0.5, tiny_plan.ops.end * 0.5)
-    assert not verify_plan(solve(tiny_problem, time_limit=1.0, start=wrong))
+    told.clear()
+    assert not verify_plan(
+        solve(tiny_problem, time_limit=1.0, start=wrong, on_progress=lambda now: told.append(now.best))
+    )
+    assert told[0] != pytest.approx(tiny_plan.makespan_ms / 2)
 
 
 def test_the_files_of_the_solver_beside_go_with_it():

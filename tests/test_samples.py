@@ -74,6 +74,9 @@ def test_a_lag_counts_only_where_the_receiver_was_waiting() -> None:
         op(Kind.F, 1, 1, 6, 7),  # F(0,1) was there long before
     )
     assert samples.message_lags([Trace(ops, 8)], [0, 1]) == {0: [0.5, 0.25]}
+    # An op that still waited for a transfer when its message was made does not tell how long that took.
+    late = (*ops[:-2], ops[-2]._replace(memory_wait_ms=3.1), ops[-1])
+    assert samples.message_lags([Trace(late, 8)], [0, 1]) == {0: [0.5]}
     assert samples.message_lags([Trace(ops, 8)], [0, 0]) == {}, "within a device nothing is sent"
 
 
