@@ -1,4 +1,4 @@
-"""Which side is to blame for a gap: whether a plan could be shorter than the best one known, in two kinds of plans.
+"""Which side is to blame for a gap: whether a plan could be shorter than the best one known, in some kinds of plans.
 
     python benchmarks/shorter.py --seconds 900
 
@@ -6,6 +6,10 @@ HiGHS looks for a schedule with transfers of any part whose microbatches ascend 
 CP-SAT for one with whole transfers, or of halves, whose microbatches overtake each other, or do so in all but forwards.
 Where both prove that there is none, only a plan that moves other parts and has microbatches overtake each other could
 be shorter; the proven bounds, which allow that and more, are then short, or such a plan exists.
+
+Where there are too many microbatches for that, CP-SAT looks for a pattern that repeats (``repeating.py``), one
+microbatch a period, at a pace between the bound's and that of the best plans. Where there is none, plans that are
+shorter have no steady state, or one of more than one microbatch.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from ortools.sat.python import cp_model
 from benchmarks import tables
 from benchmarks.cpsat import build
 from benchmarks.lab import RESULTS, instance_file, references
+from benchmarks.repeating import IN_FLIGHT, repeats
 from optpipe.ops import Kind
 from optpipe.problem import Problem
 from solver.milp import child
@@ -34,12 +39,16 @@ from solver.milp.precedence import Contradiction
 PARTS = "microbatches in order, any part"
 FORWARDS, WHOLE = "forwards in order, whole transfers", "microbatches in any order, whole transfers"
 HALVES = "microbatches in any order, halves and wholes"
-#: Small problems with a gap, makespans (ms) below which a plan is looked for, and of which kind.
+REPEATING = "one microbatch a period, again and again, parts of a tick"
+#: Problems with a gap, makespans (ms; of patterns: periods) below which a plan is looked for, and of which kind.
 CASES = (
     ("unit-s4-m8-memS2-off1", 28.7, PARTS),
     ("unit-s4-m8-memS2-off1", 29.0, FORWARDS),
     ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
     ("unit-s4-m8-memS2-off2", 32.0, HALVES),
+    ("flat-s8-m32-memS3-off2", 54.5, REPEATING),
+    ("flat-s8-m32-memS3-off2", 54.0, REPEATING),
+    ("unit-s8-m32-memS3-off1-halfpair", 3.3, REPEATING),
 )
 HEADER = ("instance", "proven bound", "best known", "plans with", "shorter than", "there is", "seconds")
 #: What a solver's status says of such plans.
@@ -71,12 +80,19 @@ def with_equal_parts(
 def searched(name: str, below: float, kind: str, seconds: float, threads: int) -> list[tables.Cell]:
     """Look for a schedule of a kind shorter than ``below`` ms; a row."""
     problem, known, began = Problem.read(instance_file(name)), references()[name], time.monotonic()
+    if kind == REPEATING:
+        found = _THERE_IS.get(repeats(problem, below, 1, seconds, threads), "unknown")
+        return [name, known.bound_ms, known.best_ms, kind, f"{below:g} a period", found, _since(began)]
     if kind == PARTS:
         found = with_parts(problem, below, known.bound_ms, seconds)
     else:
         ascending, parts = (Kind.F,) if kind == FORWARDS else (), 2 if kind == HALVES else 1
         found = with_equal_parts(problem, below, ascending, parts, seconds, threads)
-    return [name, known.bound_ms, known.best_ms, kind, below, found, round(time.monotonic() - began, 1)]
+    return [name, known.bound_ms, known.best_ms, kind, below, found, _since(began)]
+
+
+def _since(began: float) -> float:
+    return round(time.monotonic() - began, 1)
 
 
 def main() -> None:
@@ -94,7 +110,9 @@ def main() -> None:
     about = (
         f"{given.seconds:g} s each. HiGHS (2 threads) looks for schedules with transfers of any part whose "
         f"microbatches ascend in every kind of op of every stage; CP-SAT ({given.threads} threads) for schedules with "
-        "transfers of wholes, or of halves and wholes, on whole ms, which loses nothing where all times are whole.\n"
+        "transfers of wholes, or of halves and wholes, on whole ms, which loses nothing where all times are whole, and "
+        f"for patterns that repeat, whose microbatches are in flight for {IN_FLIGHT} periods at most: where there is "
+        "none of a period there is none of a shorter one.\n"
     )
     tables.show("Shorter plans", HEADER, rows)
     tables.write_markdown(

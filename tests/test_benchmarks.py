@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import comparison, lab, scale
 from optpipe import semantics
-from optpipe.ops import Ops
+from optpipe.ops import Kind, Op, Ops
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.timing import earliest
@@ -91,6 +91,45 @@ def test_cpsat_moves_halves_where_that_is_shorter(budget: int, context: int, out
     assert lower_bound(problem) - 1e-9 <= found[1] <= found[0]
     if budget == 6:
         assert found[1] < found[0], "half of one stays beside another that is whole"
+
+
+@pytest.mark.parametrize(("budget", "shortest"), [(200, 3.0), (150, 4.0), (100, 5.0)])
+def test_patterns_repeat_as_plans_do(budget: int, shortest: float) -> None:
+    """At the shortest period a pattern, rolled out, is a valid schedule; a little below it there is none. (With room for
+    one it is 5 ms: F and O, then R, B and W.)"""
+    pytest.importorskip("ortools")
+    from ortools.sat.python import cp_model
+
+    from benchmarks.repeating import Repeating, repeats
+
+    stage = dict.fromkeys(("forward_ms", "backward_ms", "weight_ms", "offload_ms", "reload_ms"), 1.0)
+    sizes = {"activation_bytes": 100, "weight_context_bytes": 50, "offloadable_bytes": 100}
+    ends = [{"device": d, "direction": way} for d in range(4) for way in ("d2h", "h2d")]
+    problem = Problem.model_validate(
+        {
+            "num_microbatches": 6,
+            "devices": [{"memory_bytes": budget}] * 4,
+            "stages": [{**stage, **sizes, "device": d} for d in range(4)],
+            "comm_ms": [0.0] * 3,
+            "channels": [{"name": f"c{n}", "transfers": [end]} for n, end in enumerate(ends)],
+        }
+    )
+    pattern, solver = Repeating(problem, shortest), cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    assert solver.solve(pattern.cp) == cp_model.OPTIMAL
+    ops = []
+    for s, cell in enumerate(pattern.cells[0]):
+        at = {name: solver.value(variable) / pattern.unit for name, variable in cell._asdict().items()}
+        share = solver.value(cell.moved) / pattern.parts
+        for j in range(problem.num_microbatches):
+            later = j * shortest
+            for kind, name in ((Kind.F, "forward"), (Kind.B, "backward"), (Kind.W, "weight")):
+                ops.append(Op(kind, s, j, at[name] + later, at[name] + later + 1.0))
+            for kind, name in ((Kind.O, "out"), (Kind.R, "back")) if share else ():
+                ops.append(Op(kind, s, j, at[name] + later, at[name] + later + share, round(share * 100)))
+    assert verify(problem, Ops.of(ops)) == []
+    assert budget >= 200 or any(op.kind == Kind.O for op in ops)
+    assert repeats(problem, shortest * 0.99, 1, 60.0, 1) == "infeasible"
 
 
 def line(name: str, *, bound: float, best: float, runs: dict[tuple[str, float], dict[str, object]]) -> comparison.Line:
