@@ -121,7 +121,7 @@ def train_rank(rank: Rank, plan: dict[str, Any], problem: dict[str, Any], bytes_
             assert pipeline.result is not None
             times.append(max(row[0] for row in gather.numbers([pipeline.result.step_ms])))
             said = pipeline.replanned
-            if said is None:
+            if said is None or said.outcome == "asked":
                 continue
             told["outcome"] = said.outcome
             if said.outcome != "taken":

@@ -17,12 +17,12 @@ class Replanned:
     Attributes
     ----------
     outcome
-        ``taken``: another plan runs from the next step on. ``none better``: none that is worth it was found.
-        ``confirmed``, ``given back``: the plan that was taken proved to be faster, or not, and then the one before
-        runs again. ``failed``: the solver.
+        ``asked``: a solver begins. ``taken``: another plan runs from the next step on. ``none better``: none that is
+        worth it was found. ``confirmed``, ``given back``: the plan that was taken proved to be faster, or not, and then
+        the one before runs again. ``failed``: the solver.
     before_ms, after_ms
         The schedule under the plan before and under the other one: of ``taken`` and ``none better`` as they are to be
-        expected at the times that were measured, of ``confirmed`` and ``given back`` as measured.
+        expected at the times that were measured, of ``asked``, ``confirmed`` and ``given back`` as measured.
     message
         Where the plan was written; why the solver failed.
     planned_ms, planned_peak_bytes
@@ -40,6 +40,7 @@ class Replanned:
         """For the log, without a line break."""
         times = f"{self.before_ms:.4g} ms" + ("" if self.after_ms is None else f", then {self.after_ms:.4g} ms")
         text = {
+            "asked": f"is solved again beside the training: measured {times}",
             "taken": f"another plan takes over: at the times measured {times}",
             "none better": f"no other plan is worth it: at the times measured {times}",
             "confirmed": f"the plan that took over is faster: measured {times}",

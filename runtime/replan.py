@@ -117,6 +117,7 @@ class Replanner:
             return self._judge() if self._count >= SETTLING + WINDOW else (None, None)
         if not self._solving and self._count % self._every == 0 and self._count > SETTLING:
             self._ask()
+            return None, Replanned("asked", self._measured_ms)
         return None, None
 
     def close(self) -> None:

@@ -49,7 +49,8 @@ def train(
             number += 1
             if record.replanned is not None:
                 said.append(record.to_json()["replanned"])
-                taken = taken or number
+                if record.replanned.outcome != "asked":
+                    taken = taken or number
         if run.tracer is not None and trace is not None:
             run.tracer.write(trace, run.plan.problem, run.place.of_first(range(rank.world_size)))
     finally:
@@ -79,5 +80,6 @@ def own_loop(
             optimizer.zero_grad()
             if pipeline.replanned is not None:
                 said.append(pipeline.replanned.outcome)
-                taken = taken or len(losses)
+                if said[-1] != "asked":
+                    taken = taken or len(losses)
         return {"losses": losses, "said": said, "plan": pipeline.plan.to_json()}

@@ -95,8 +95,8 @@ def test_cpsat_moves_halves_where_that_is_shorter(budget: int, context: int, out
 
 @pytest.mark.parametrize(("budget", "shortest"), [(200, 3.0), (150, 4.0), (100, 5.0)])
 def test_patterns_repeat_as_plans_do(budget: int, shortest: float) -> None:
-    """At the shortest period a pattern, rolled out, is a valid schedule; a little below it there is none. (With room for
-    one it is 5 ms: F and O, then R, B and W.)"""
+    """At the shortest period a pattern, rolled out, is a valid schedule; a little below it there is none. With room for
+    one it is 5 ms: F and O, then R, B and W."""
     pytest.importorskip("ortools")
     from ortools.sat.python import cp_model
 

@@ -106,7 +106,9 @@ def test_every_so_many_steps_a_solver_gets_the_problem_as_seen_and_the_schedule_
     answers, plan = asked_by(lambda start: (start, "")), slow_plan()
     replanner = of_alone(plan)
     assert run(replanner, plan, EVERY - 1, 1.5) == [(None, None)] * (EVERY - 1) and not answers.asked
-    assert run(replanner, plan, 1, 1.5) == [(None, None)]
+    ((none, said),) = run(replanner, plan, 1, 1.5)
+    assert none is None and said is not None and said.outcome == "asked"
+    assert said.before_ms == pytest.approx(1.5 * plan.makespan_ms) and "again" in said.line()
     (start,) = answers.asked
     assert not verify_plan(start)
     assert [s.forward_ms for s in start.problem.stages] == pytest.approx([1.5, 1.5])
@@ -115,7 +117,9 @@ def test_every_so_many_steps_a_solver_gets_the_problem_as_seen_and_the_schedule_
     ((none, said),) = run(replanner, plan, 1, 1.5)
     assert none is None and said is not None and said.outcome == "none better" and answers.open == 0
     assert said.before_ms == pytest.approx(said.after_ms) == pytest.approx(1.5 * plan.makespan_ms)
-    assert all(pair == (None, None) for pair in run(replanner, plan, EVERY, 3.0)) and len(answers.asked) == 2
+    *before, last = run(replanner, plan, EVERY, 3.0)
+    assert before == [(None, None)] * (EVERY - 1) and last[1] is not None and last[1].outcome == "asked"
+    assert len(answers.asked) == 2
     # What was measured beside the solver is no part of it.
     assert [s.forward_ms for s in answers.asked[-1].problem.stages] == pytest.approx([3.0, 3.0])
 
@@ -158,7 +162,8 @@ def test_a_plan_that_proves_to_be_slower_gives_way_and_is_asked_for_half_as_ofte
     assert back is plan and said is not None and said.outcome == "given back"
     assert said.after_ms == pytest.approx(3 * new.makespan_ms) and said.planned_ms == plan.makespan_ms
     assert Plan.read(file).to_json() == plan.to_json(), "what is kept is the plan in force"
-    assert all(pair == (None, None) for pair in run(replanner, plan, 2 * EVERY)) and len(answers.asked) == 2
+    assert run(replanner, plan, 2 * EVERY - 1) == [(None, None)] * (2 * EVERY - 1) and len(answers.asked) == 1
+    assert run(replanner, plan, 1)[0][0] is None and len(answers.asked) == 2
     assert run(replanner, plan, 1)[0][0] is not None
 
 
@@ -253,9 +258,9 @@ def test_training_goes_on_under_another_plan_with_the_same_numbers(tmp_path, rep
 
     found = launch.launch(replanning.train, {**tasks, "config": config.to_json(), "steps": None}, ranks, "cpu")
 
-    assert [said["outcome"] for said in found["said"]][:1] == ["taken"], found["said"]
+    assert [said["outcome"] for said in found["said"]][:2] == ["asked", "taken"], found["said"]
     taken, ran = Plan.read(file), Plan.from_json(found["plan"], "")
-    assert taken.makespan_ms < found["said"][0]["before_ms"]
+    assert taken.makespan_ms < found["said"][1]["before_ms"]
     steps = len(json.loads(trace.read_text())["steps"])
     if more:
         assert taken.to_json() == ran.to_json() and found["summary"]["plans"] == 2
@@ -274,7 +279,7 @@ def test_ones_own_loop_goes_on_under_another_plan_with_the_same_numbers(tmp_path
     plan = solve(timed, method="sequential")
     task = {"plan": plan.to_json(), "partition": partition, "file": str(tmp_path / "new.json")}
     found = launch.launch(replanning.own_loop, {**task, "steps": None}, 2, "cpu")
-    assert found["said"][:1] == ["taken"]
+    assert found["said"][:2] == ["asked", "taken"]
     assert Plan.from_json(found["plan"], "").to_json() == Plan.read(tmp_path / "new.json").to_json()
     alone = launch.launch(replanning.own_loop, {**task, "steps": len(found["losses"])}, 2, "cpu")
     assert alone["losses"] == found["losses"]
