@@ -78,6 +78,8 @@ class Executor:
         Called in the op's lane as the op begins (transfers: on CPU only).
     watch_memory
         Take samples of what is held: ``StepResult.memory``.
+    pool
+        Host memory that is laid out for the plan (``host_memory.reserved``); None: it takes its own.
 
     Raises
     ------
@@ -101,6 +103,7 @@ class Executor:
         fixed_order: bool = False,
         before_op: BeforeOp | None = None,
         watch_memory: bool = False,
+        pool: HostPool | None = None,
     ) -> None:
         problem = plan.problem
         if violations := verify(problem, plan.ops):
@@ -116,11 +119,12 @@ class Executor:
         self._syncs = sorted(syncs, key=lambda sync: isinstance(sync, TiedWeights))
         self.program = programs.build(plan, self._number, [most_bytes(boundary) for boundary in self._boundaries])
         self.ledger, self.failure = Ledger(), Failure()
-        self.pool = HostPool(pinned=self.device.type == "cuda")
         self._offloads = host_layout.intervals(plan, self._number)
         layout = host_layout.lay_out(self._offloads)
         self.planned_host_bytes: int = layout.most_bytes
-        self.pool.lay_out(layout)
+        self.pool = HostPool(pinned=self.device.type == "cuda") if pool is None else pool
+        if pool is None:
+            self.pool.lay_out(layout)
         self._stages = {
             s: Stage(
                 module,

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.host_layout import Layout, Place, aligned
+from optpipe.plan import Plan
+from runtime.host_layout import Layout, Place, aligned, intervals, lay_out
 
 _PAGE_BYTES = 4096
 _FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
@@ -117,6 +118,19 @@ class HostPool:
     def _allocate(self, nbytes: int) -> Tensor:
         self.allocations += 1
         return _page_locked(nbytes, self._locked) if self._pinned else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def reserved(plan: Plan, device: int, *, pinned: bool) -> HostPool:
+    """Host memory laid out for all that a plan offloads from a device (its number).
+
+    Raises
+    ------
+    MemoryError, RuntimeError
+        There is not as much.
+    """
+    pool = HostPool(pinned=pinned)
+    pool.lay_out(lay_out(intervals(plan, device)))
+    return pool
 
 
 class _Space:

@@ -19,10 +19,12 @@ class Replanned:
     outcome
         ``asked``: a solver begins. ``taken``: another plan runs from the next step on. ``none better``: none that is
         worth it was found. ``confirmed``, ``given back``: the plan that was taken proved to be faster, or not, and then
-        the one before runs again. ``failed``: the solver.
+        the one before runs again; so it does with ``no room``: a rank has too little host memory for the other one.
+        ``failed``: the solver.
     before_ms, after_ms
         The schedule under the plan before and under the other one: of ``taken`` and ``none better`` as they are to be
-        expected at the times that were measured, of ``asked``, ``confirmed`` and ``given back`` as measured.
+        expected at the times that were measured, of ``asked``, ``confirmed`` and ``given back`` as measured; of ``no
+        room`` as measured and as expected.
     message
         Where the plan was written; why the solver failed.
     planned_ms, planned_peak_bytes
@@ -45,6 +47,7 @@ class Replanned:
             "none better": f"no other plan is worth it: at the times measured {times}",
             "confirmed": f"the plan that took over is faster: measured {times}",
             "given back": f"the plan before was faster, and takes over again: measured {times}",
+            "no room": f"too little host memory for the one that was to take over, the one before stays: {times}",
             "failed": f"solving again failed, the plan stays (at the times measured {times})",
         }[self.outcome]
         return f"plan: {text}" + (f"; {self.message}" if self.message else "")

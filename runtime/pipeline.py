@@ -108,7 +108,7 @@ class Pipeline:
         self._microbatches, self._number = problem.num_microbatches, first_step
         self.plan, self.replanned = plan, None
         options |= {"device": device}
-        self._made = lambda plan: Executor(plan, self.stages, boundaries, loss_fn, **options)
+        self._made = lambda plan, **more: Executor(plan, self.stages, boundaries, loss_fn, **options, **more)
         self._executor = self._made(plan)
         self._replanner: Replanner | None = None
         if replan is not None:
@@ -170,7 +170,10 @@ class Pipeline:
         """Where the plan is another one now; all ranks call it between the same two steps."""
         if self._executor.plan is not self.plan:
             self._executor.close()  # first: its host memory is wanted
-            self._executor = self._made(self.plan)
+            assert self._replanner is not None
+            pool = self._replanner.room()
+            self.plan = self._replanner.plan
+            self._executor = self._made(self.plan, pool=pool)
 
     def _cut(self, name: str, batch: Tensor | Sequence[Tensor] | None, needed: bool) -> list[Tensor] | None:
         if batch is None or not needed:

@@ -18,13 +18,14 @@ from typing import Any
 
 from optpipe import metrics
 from optpipe.config import ReplanConfig
-from optpipe.errors import InputError
+from optpipe.errors import InputError, RunFailed
 from optpipe.ops import Kind
 from optpipe.plan import Plan
 from optpipe.semantics import makespan
 from optpipe.timing import earliest
-from runtime import checks, gather, idle_links, samples
+from runtime import checks, gather, host_memory, idle_links, samples
 from runtime.drift import Seen, problem_as_seen
+from runtime.host_memory import HostPool
 from runtime.idle_links import Measure
 from runtime.metrics_log import Replanned
 from runtime.result import StepResult
@@ -79,6 +80,7 @@ class Replanner:
         self._solver: Solving | None = None
         # Of the plan so far, as the solver was asked: at the times that it was given, and as measured.
         self._now_ms = self._measured_ms = 0.0
+        self._untold: Replanned | None = None
         self._begin(plan)
 
     def _begin(self, plan: Plan, before: Plan | None = None, before_ms: float = 0.0) -> None:
@@ -86,6 +88,38 @@ class Replanner:
         self._plan, self._before, self._before_ms = plan, before, before_ms
         self._steps: deque[tuple[StepResult, float]] = deque(maxlen=WINDOW)
         self._count = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The one of the next step."""
+        return self._plan
+
+    def room(self) -> HostPool | None:
+        """Host memory for the plan that takes over, on this rank; all call it, once that of the plan before is free.
+        None on all of them where one has too little: then the plan before goes on.
+
+        Raises
+        ------
+        RunFailed
+            There is no plan before.
+        """
+        pool, fault = None, ""
+        try:
+            pool = host_memory.reserved(self._plan, checks.own_device(self._ranks), pinned=not self._with_host)
+        except (MemoryError, RuntimeError) as error:  # torch's own is the latter
+            fault = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if all(row[0] for row in gather.numbers([float(pool is not None)])):
+            return pool
+        if pool is not None:
+            pool.free()
+        if self._before is None:
+            raise RunFailed(f"host memory for the plan's offloads: {fault or 'another rank has too little'}")
+        before, before_ms, after_ms = self._before, self._before_ms, makespan(self._plan.ops) * self._runs
+        self._every *= 2
+        self._begin(before)
+        message = self._keep(before) if self._is_chief else ""
+        self._untold = self._promise("no room", before_ms, after_ms, before, message)
+        return None
 
     @property
     def answered(self) -> bool:
@@ -111,6 +145,9 @@ class Replanner:
         """
         self._steps.append((result, pipeline_ms))
         self._count += 1
+        if self._untold is not None:
+            untold, self._untold = self._untold, None
+            return None, untold
         if answered:
             return self._take_answer()
         if self._before is not None:

@@ -20,6 +20,7 @@ from runtime import checkpoint, data, evaluate, gather, idle_links, memory_manag
 from runtime.data_parallel import Replicas, Shards
 from runtime.executor import Executor, StepResult
 from runtime.gradients import GradientSync, TiedWeights
+from runtime.host_memory import HostPool
 from runtime.metrics_log import Step, Summary
 from runtime.model import loss_fn
 from runtime.place import Place
@@ -84,7 +85,7 @@ class Trainer:
     def step(self, number: int) -> Step:
         """One optimiser step."""
         if self._next is not None:
-            self._run_under(self._next)
+            self._run_under_another_plan()
         began = time.perf_counter()
         result = self._run_plans(number)
         if self.tracer is not None:
@@ -105,7 +106,7 @@ class Trainer:
         self.records.append(record)
         return record
 
-    def _executor(self) -> Executor:
+    def _executor(self, pool: HostPool | None = None) -> Executor:
         return Executor(
             self.plan,
             self.stages,
@@ -117,18 +118,24 @@ class Trainer:
             seed=self.config.train.seed,
             syncs=self._syncs,
             watch_memory=self.tracer is not None,
+            pool=pool,
         )
 
     def _bandwidth(self) -> tuple[float | None, float | None]:
         pace = self.config.offload.bandwidth_bytes_per_s
         return pace, pace
 
-    def _run_under(self, plan: Plan) -> None:
-        """The steps to come run under another plan; all ranks call it between the same two steps."""
+    def _run_under_another_plan(self) -> None:
+        """The steps to come run under another plan, if there is room for it; all ranks call it between the same two
+        steps."""
         self.executor.close()  # first: its host memory is wanted
-        self.plan, self._next = plan, None
-        self.executor = self._executor()
-        self._peaks.append(memory.peaks(plan.problem, plan.ops))
+        assert self._replanner is not None
+        pool = self._replanner.room()
+        before, self.plan, self._next = self.plan, self._replanner.plan, None
+        self.executor = self._executor(pool)
+        if self.plan is before:
+            return
+        self._peaks.append(memory.peaks(self.plan.problem, self.plan.ops))
         self._since = len(self.records)
         if self.tracer is not None:
             self.tracer.begin_again()

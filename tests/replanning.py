@@ -9,7 +9,7 @@ import torch
 
 from optpipe.config import Config, ReplanConfig
 from optpipe.plan import Plan
-from runtime import gather
+from runtime import gather, host_memory
 from runtime.pipeline import Pipeline
 from runtime.trainer import Trainer
 from runtime.worker import Rank
@@ -59,11 +59,17 @@ def train(
     return {"losses": losses, "said": said, "plan": run.plan.to_json(), "summary": run.summary().to_json()}
 
 
+def _nothing_left(*_: Any, **__: Any) -> Any:
+    raise MemoryError("nothing is left")
+
+
 def own_loop(
-    rank: Rank, plan: dict[str, Any], partition: list[int], file: str | None, steps: int | None
+    rank: Rank, plan: dict[str, Any], partition: list[int], file: str | None, steps: int | None, poor: int | None = None
 ) -> dict[str, Any]:
-    """The same in one's own loop."""
+    """The same in one's own loop. Rank ``poor`` has no host memory for a plan that takes over."""
     torch.set_num_threads(1)
+    if rank.rank == poor:
+        host_memory.reserved = _nothing_left
     schedule = Plan.from_json(plan, "")
     count = schedule.problem.num_microbatches
     replan = None if steps is not None else ReplanConfig(every=3, time_limit_s=2.0)

@@ -13,11 +13,12 @@ import pytest
 
 from optpipe import semantics
 from optpipe.config import ReplanConfig
+from optpipe.errors import RunFailed
 from optpipe.plan import Plan
 from optpipe.problem import Problem
 from optpipe.timing import earliest
 from optpipe.verify import verify_plan
-from runtime import launch, replan, solving
+from runtime import host_memory, launch, replan, solving
 from runtime.metrics_log import Replanned, Step
 from runtime.replan import SETTLING, WINDOW, Replanner
 from runtime.result import OpRecord, StepResult
@@ -283,6 +284,43 @@ def test_ones_own_loop_goes_on_under_another_plan_with_the_same_numbers(tmp_path
     assert Plan.from_json(found["plan"], "").to_json() == Plan.read(tmp_path / "new.json").to_json()
     alone = launch.launch(replanning.own_loop, {**task, "steps": len(found["losses"])}, 2, "cpu")
     assert alone["losses"] == found["losses"]
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_plan_without_room_on_one_rank_runs_on_none(tmp_path, poor):
+    timed, partition = measured((0, 1))
+    plan = solve(timed, method="sequential")
+    task = {"plan": plan.to_json(), "partition": partition}
+    found = launch.launch(
+        replanning.own_loop, {**task, "file": str(tmp_path / "new.json"), "steps": None, "poor": poor}, 2, "cpu"
+    )
+    assert found["said"][:3] == ["asked", "taken", "no room"]
+    assert found["plan"] == Plan.read(tmp_path / "new.json").to_json() == plan.to_json()
+    alone = launch.launch(replanning.own_loop, {**task, "file": None, "steps": len(found["losses"])}, 2, "cpu")
+    assert alone["losses"] == found["losses"]
+
+
+def test_a_plan_without_room_gives_way_and_is_asked_for_half_as_often(asked_by, tmp_path, monkeypatch):
+    answers = asked_by(better)
+    plan, file = slow_plan(), tmp_path / "new.json"
+    replanner = of_alone(plan, file=file)
+    run(replanner, plan, EVERY)
+    ((new, _),) = run(replanner, plan, 1)
+    assert new is not None and replanner.plan is new
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "reserved", replanning._nothing_left)
+        assert replanner.room() is None and replanner.plan is plan
+        with pytest.raises(RunFailed, match=r"host memory.*nothing is left"):
+            replanner.room()  # there is none to go back to
+    pool = replanner.room()
+    assert pool is not None and pool.allocated == 0, "it offloads nothing"
+    assert Plan.read(file).to_json() == plan.to_json(), "what is kept is the plan in force"
+    ((none, said),) = run(replanner, plan, 1)
+    assert none is None and said is not None and said.outcome == "no room" and "memory" in said.line()
+    assert said.planned_ms == plan.makespan_ms == said.before_ms and said.after_ms == new.makespan_ms
+    assert run(replanner, plan, 2 * EVERY - 2) == [(None, None)] * (2 * EVERY - 2) and len(answers.asked) == 1
+    run(replanner, plan, 1)
+    assert len(answers.asked) == 2
 
 
 def test_a_record_with_what_became_of_it_comes_back_as_it_was():
