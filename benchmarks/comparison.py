@@ -213,8 +213,8 @@ def _quality(lines: list[Line], run: Run) -> list[str]:
     title = _title(run)
     return [
         f"{title}: gap at most 0.5% on {count(0.005)}, at most 1% on {count(0.01)}, none on {count(_SAME)}",
-        f"{title}: of the others within 1% of what plans that move activations whole are proven to take: "
-        f"{_named(shortest)} (shorter.md)",
+        f"{title}: of the others within 1% of what plans that move activations whole are proven to take, of some with "
+        f"microbatches in order: {_named(shortest)} (shorter.md)",
         f"{title}: more than 0.1% above the best known on {_named(above)}",
         f"{title}: below the best known on {_named(below)}",
         f"{title}: above a known schedule on {_named(beaten)}",

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Reference:
     """The best makespan known for an instance, and its best proven bound, ms; where it is known to be more, that of the
-    plans that move activations whole (``shorter.py``)."""
+    plans that move activations whole, of some only with microbatches in order (``shorter.py``)."""
 
     best_ms: float
     bound_ms: float

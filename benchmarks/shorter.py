@@ -37,6 +37,7 @@ from solver.milp.highs import Settings
 from solver.milp.precedence import Contradiction
 
 PARTS = "microbatches in order, any part"
+LAST_TWO = f"{PARTS}; memory limits the last two devices alone"
 FORWARDS, WHOLE = "forwards in order, whole transfers", "microbatches in any order, whole transfers"
 HALVES = "microbatches in any order, halves and wholes"
 REPEATING = "one microbatch a period, again and again, parts of a tick"
@@ -46,6 +47,7 @@ CASES = (
     ("unit-s4-m8-memS2-off1", 29.0, FORWARDS),
     ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
     ("unit-s4-m8-memS2-off2", 32.0, HALVES),
+    ("unit-s8-m16-memS3-off2", 59.3, LAST_TWO),
     ("flat-s8-m32-memS3-off2", 54.5, REPEATING),
     ("flat-s8-m32-memS3-off2", 54.0, REPEATING),
     ("unit-s8-m32-memS3-off1-halfpair", 3.3, REPEATING),
@@ -83,7 +85,10 @@ def searched(name: str, below: float, kind: str, seconds: float, threads: int) -
     if kind == REPEATING:
         found = _THERE_IS.get(repeats(problem, below, 1, seconds, threads), "unknown")
         return [name, known.bound_ms, known.best_ms, kind, f"{below:g} a period", found, _since(began)]
-    if kind == PARTS:
+    if kind == LAST_TWO:
+        limits = [None] * (problem.num_devices - 2) + [device.memory_bytes for device in problem.devices[-2:]]
+        problem = problem.with_budgets(limits)
+    if kind in (PARTS, LAST_TWO):
         found = with_parts(problem, below, known.bound_ms, seconds)
     else:
         ascending, parts = (Kind.F,) if kind == FORWARDS else (), 2 if kind == HALVES else 1
