@@ -58,6 +58,8 @@ class Item:
         Of a B: its W, or -1.
     following
         The op of the same kind and stage of the next microbatch, or -1.
+    upstream
+        Of a F, B or BW: the same of the stage before, or -1.
     whole, full
         Of a transfer: the bytes that can go, and how long all of them take.
     """
@@ -91,6 +93,7 @@ class Item:
     own: int
     weight: int
     following: int
+    upstream: int
     whole: int
     full: float
 

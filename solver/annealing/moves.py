@@ -3,7 +3,8 @@
 A move takes an op of a critical path a few places forwards or back in its lane, a transfer in its group's sequence, has
 a microbatch stay or go, or changes how much of it goes. Where only one microbatch fits whole, hardly any op can pass
 another one alone: there also a block (F and its O; R, its B and W) passes the next one. Now and then those that follow
-do the same. Each move is timed as a whole (``clock``).
+do the same. Or two microbatches change places, on all stages up to one: one on the host can let others overtake it.
+Each move is timed as a whole (``clock``).
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ _CRITICAL, _MOVES, _SHARES = 0.9, 0.1, 0.3
 #: Chances of a block's move where only one microbatch fits whole (with more room it has not been seen to help), and
 #: that a backward may overtake another one of its stage then. Ops in a block, at most.
 _BLOCKS, _OVERTAKES, BLOCK = 0.1, 0.5, 3
+#: Chances, where two microbatches change places: that what goes does with them; that they do so on one stage alone;
+#: that one does so with its neighbours in turn, instead of with one that is farther away.
+_ALONG, _ALONE, _IN_TURN = 0.5, 0.2, 0.5
 #: Chances of a move forwards, or of the op before being put off, instead of a move back; about how far.
 _EARLIER, _PUT_OFF, _FAR = 0.5, 0.85, 2.5
 #: Places around an op in which another microbatch to stay or go is looked for.
 _NEAR = 24
 #: Chance that the microbatches that follow do the same, and about how many of them do; shifts after which no more do.
 _REPEATED, _REPEATS, _MOST_SHIFTS = 0.25, 4.0, 120
-#: Slots of ``undo``: how many shifts, and for each from where to where.
+#: Slots of ``undo``: how many shifts and swaps, and for each from where to where (a swap: -1 - where).
 UNDO = 2 * (_MOST_SHIFTS + 8) + 1
 
 
@@ -75,12 +79,27 @@ def _shift(items: Sequence[Item], order: Any, undo: Any, source: int, target: in
 
 
 @compiled
+def _swap(items: Sequence[Item], order: Any, undo: Any, u: int, v: int) -> None:
+    """Two ops of one group change places. ``undo`` takes it down."""
+    a, b = items[u].place, items[v].place
+    order[a], order[b] = v, u
+    items[u].place, items[v].place = b, a
+    if undo[0] >= 0:
+        undo[1 + 2 * undo[0]] = a
+        undo[2 + 2 * undo[0]] = -1 - b
+        undo[0] += 1
+
+
+@compiled
 def _take_back(items: Sequence[Item], order: Any, undo: Any) -> None:
-    """Take all shifts back, the last one first."""
+    """Take all shifts and swaps back, the last one first."""
     count = undo[0]
     undo[0] = -1
     for k in range(count - 1, -1, -1):
-        _shift(items, order, undo, undo[1 + 2 * k], undo[2 + 2 * k])
+        if undo[2 + 2 * k] < 0:
+            _swap(items, order, undo, order[undo[1 + 2 * k]], order[-1 - undo[2 + 2 * k]])
+        else:
+            _shift(items, order, undo, undo[1 + 2 * k], undo[2 + 2 * k])
 
 
 @compiled
@@ -162,18 +181,25 @@ def _other_moved(item: Item, parts: bool, state: Any) -> int:
 
 
 @compiled
+def _bring_near(walk: Walk, undo: Any, back: int, lag: int) -> None:
+    """A reload to ``lag`` places before its backward."""
+    items, order = walk.items, walk.order
+    p = max(items[items[back].out].place + 1, items[items[back].own].place - lag)
+    _shift(items, order, undo, items[back].place, p if items[back].place > p else p - 1)
+
+
+@compiled
 def _have_go(walk: Walk, undo: Any, out: int, moved: int, lag: int) -> None:
     """Have a microbatch move so many bytes. One that did not go before leaves right after its F and is back ``lag``
     places before its backward."""
     items, order = walk.items, walk.order
-    there, back = items[out], items[items[out].back]
+    there = items[out]
     before = there.free
     set_moved(items, out, moved)
     if before == 0 and moved > 0:
         p = items[there.own].place
         _shift(items, order, undo, there.place, p + 1 if there.place > p else p)
-        p = max(there.place + 1, items[back.own].place - lag)
-        _shift(items, order, undo, back.place, p if back.place > p else p - 1)
+        _bring_near(walk, undo, there.back, lag)
 
 
 @compiled
@@ -285,6 +311,90 @@ def _move_block(walk: Walk, undo: Any, u: int, step: int, overtake: bool, block:
 
 
 @compiled
+def _alike(walk: Walk, u: int, far: int, step: int) -> int:
+    """The op of ``u``'s kind and stage that is so many of these on (``step`` 1) or back (-1) in the sequence, or -1."""
+    items, order = walk.items, walk.order
+    group = walk.groups[items[u].group]
+    p = items[u].place + step
+    found = -1
+    while far > 0 and group.first <= p < group.end:
+        if items[order[p]].key == items[u].key:
+            found = order[p]
+            far -= 1
+        p += step
+    return found
+
+
+@compiled
+def _exchange_forwards(walk: Walk, undo: Any, u: int, v: int, along: bool, lag: int) -> bool:
+    """Two forwards of a stage change places; whether what goes of them is to be exchanged, too.
+
+    With ``along`` their offloads do as well, so that what a place frees stays as it is.
+    """
+    items, order = walk.items, walk.order
+    _swap(items, order, undo, u, v)
+    a, b = items[u].out, items[v].out
+    if not along or a < 0 or items[a].active + items[b].active == 0:
+        return False
+    _swap(items, order, undo, a, b)
+    if items[a].active == 0:
+        _bring_near(walk, undo, items[a].back, lag)
+    if items[b].active == 0:
+        _bring_near(walk, undo, items[b].back, lag)
+    return True
+
+
+@compiled
+def _exchange_backwards(walk: Walk, undo: Any, u: int, v: int, along: bool, lag: int) -> bool:
+    """Two backwards of a stage change places, with their W's and reloads; whether what goes of them is to be exchanged.
+
+    With ``along`` their offloads do as well, so that only the forwards stay where they are.
+    """
+    items, order = walk.items, walk.order
+    _swap(items, order, undo, u, v)
+    if items[u].weight >= 0 and items[v].weight >= 0:
+        _swap(items, order, undo, items[u].weight, items[v].weight)
+    a, b = items[u].out, items[v].out
+    if a < 0 or items[a].active + items[b].active == 0:
+        return False
+    if along or items[a].active + items[b].active == 2:
+        _swap(items, order, undo, items[a].back, items[b].back)
+    elif items[a].active:
+        _bring_near(walk, undo, items[a].back, lag)
+    else:
+        _bring_near(walk, undo, items[b].back, lag)
+    if along:
+        _swap(items, order, undo, a, b)
+    return along
+
+
+@compiled
+def _exchange(
+    walk: Walk, undo: Any, changed: Any, before: Any, pairs: int, u: int, v: int, along: bool, alone: bool, lag: int
+) -> int:
+    """The microbatches of two forwards or two backwards of a stage change places there and (unless ``alone``) on all
+    stages before it. Pairs of transfers that now move other bytes are noted in ``changed``, ``before`` after the first
+    ``pairs``; how many there are now."""
+    items = walk.items
+    while u >= 0 and v >= 0 and undo[0] < _MOST_SHIFTS:
+        if items[u].role == FORWARD:
+            bytes_too = _exchange_forwards(walk, undo, u, v, along, lag)
+        else:
+            bytes_too = _exchange_backwards(walk, undo, u, v, along, lag)
+        if bytes_too:
+            a, b = items[u].out, items[v].out
+            changed[pairs], before[pairs] = a, items[a].free
+            changed[pairs + 1], before[pairs + 1] = b, items[b].free
+            set_moved(items, a, before[pairs + 1])
+            set_moved(items, b, before[pairs])
+            pairs += 2
+        if alone:
+            break
+        u, v = items[u].upstream, items[v].upstream
+    return pairs
+
+
+@compiled
 def anneal_some(
     walk: Walk,
     best: Any,
@@ -295,11 +405,12 @@ def anneal_some(
     cold: float,
     goal: float,
     parts: bool,
+    exchanges: float,
 ) -> None:
     """``proposals`` moves, the temperature (ms) going from ``hot`` to ``cold``; stops at makespan ``goal``.
 
     ``walk`` is the present schedule and changes; ``best`` (order, bytes that go) keeps the best one. Without ``parts``
-    a microbatch goes as a whole or not at all.
+    a microbatch goes as a whole or not at all. ``exchanges``: the chance that microbatches change places.
     """
     items, order = walk.items, walk.order
     critical, undo, changed, before, block = scratch
@@ -321,9 +432,22 @@ def anneal_some(
         if random_number(state) < _REPEATED:
             times = 2 + int(-_REPEATS * math.log(1.0 - random_number(state)))
         moved = -1
-        together = choice > 1.0 - _BLOCKS and walk.yards[item.device].alone == 1
+        mate = -1
+        turns = side = 0
+        exchange = exchanges > 0.0 and random_number(state) < exchanges
+        together = not exchange and choice > 1.0 - _BLOCKS and walk.yards[item.device].alone == 1
         overtake = False
-        if together:
+        if exchange:
+            if item.role >= WEIGHT:
+                u = item.own
+            turns = 1
+            if random_number(state) < _IN_TURN:
+                turns, far = far, 1
+            side = 1 if other < 0.5 else -1
+            mate = _alike(walk, u, far, side)
+            if mate < 0:
+                continue
+        elif together:
             far = -1 if other < _EARLIER else 1
             overtake = random_number(state) < _OVERTAKES
         elif choice < _MOVES:
@@ -345,6 +469,13 @@ def anneal_some(
         undo[0] = 0
         pairs = 0
         done = 0
+        if mate >= 0:
+            along, alone = random_number(state) < _ALONG, random_number(state) < _ALONE
+            while mate >= 0 and done < turns and undo[0] < _MOST_SHIFTS:
+                pairs = _exchange(walk, undo, changed, before, pairs, u, mate, along, alone, far)
+                done += 1
+                mate = _alike(walk, u, 1, side)
+            u = -1
         while u >= 0 and done < times and undo[0] < _MOST_SHIFTS:
             if moved >= 0:
                 changed[done] = u

@@ -38,6 +38,8 @@ from solver.compiled import COMPILED, column, records
 
 #: Proposals between two looks at the clock; of a first try: an op, and times ops, at most.
 _CHUNK, _PROPOSALS, _TIMED = 1000, 60, 1e8
+#: Chance of a move that has microbatches change places.
+_EXCHANGES = 0.1
 _ROLES = {Kind.F: FORWARD, Kind.B: BACKWARD, Kind.BW: BACKWARD, Kind.W: WEIGHT, Kind.O: OUT, Kind.R: BACK}
 _ROLE = np.array([_ROLES.get(kind, -1) for kind in Kind])
 
@@ -53,6 +55,7 @@ def anneal_sequences(
     hot: float = 0.3,
     cold: float = 0.01,
     parts: bool = True,
+    exchange: bool = False,
     on_improvement: Callable[[Ops], None] | None = None,
 ) -> Ops:
     """A schedule at least as short as ``ops``, of other orders and with other transfers.
@@ -74,6 +77,9 @@ def anneal_sequences(
         Temperatures in mean durations of a compute op at the start and at the end.
     parts
         Transfers may move a part of what can be moved; otherwise a microbatch goes as a whole or not at all.
+    exchange
+        Microbatches may change places too, so that others overtake one that is on the host. What can only be found so
+        is found; in the same time, less of the rest.
     on_improvement
         Called with each better schedule (at most once between two looks at the clock).
     """
@@ -87,10 +93,11 @@ def anneal_sequences(
     if state[PRESENT] >= INFINITE:  # what happens at one instant cannot always be put into one order
         return ops
     best = (column(walk.order, int), column(sequences.moved, int))
-    scratch = tuple(column(np.zeros(count), int) for count in (n, UNDO, n, n, BLOCK))
+    scratch = tuple(column(np.zeros(count), int) for count in (n, UNDO, n + UNDO, n + UNDO, BLOCK))
     mean = float(np.mean(sequences.full[sequences.ops.is_compute]))
     begin = time.monotonic()
-    chunks = math.ceil(effort * min(_PROPOSALS * n, _TIMED / n) / _CHUNK)
+    chunks = math.ceil(effort * proposals(sequences.ops) / _CHUNK)
+    exchanges = _EXCHANGES if exchange else 0.0
     told = state[SHORTEST]
     spare: Sequences | None = None
     done = 0.0  # less is tried where there is no time for more, and cools down as far
@@ -98,8 +105,9 @@ def anneal_sequences(
         heat = mean * hot * (cold / hot) ** done
         done = max((chunk + 1) / chunks, min(1.0, (time.monotonic() - begin) / max(seconds, 1e-9)))
         anneal_some(
-            walk, best, scratch, state, _CHUNK, heat, mean * hot * (cold / hot) ** done, goal * (1 + 1e-9), parts
-        )
+            walk, best, scratch, state, _CHUNK, heat, mean * hot * (cold / hot) ** done, goal * (1 + 1e-9), parts,
+            exchanges,
+        )  # fmt: skip
         if on_improvement is not None and state[SHORTEST] < told * (1 - 1e-9):
             told = state[SHORTEST]
             spare = spare or Sequences(problem, ops)  # the walk goes on from where it is
@@ -108,6 +116,11 @@ def anneal_sequences(
             break
     found = sequences.schedule(*best)
     return found if semantics.makespan(found) <= semantics.makespan(ops) else ops
+
+
+def proposals(ops: Ops) -> float:
+    """Moves of a first try."""
+    return min(_PROPOSALS * len(ops), _TIMED / max(1, len(ops)))
 
 
 class Sequences:
@@ -276,12 +289,15 @@ def _relatives(problem: Problem, ops: Ops) -> dict[str, Ints]:
     owned = ~ops.is_compute | (ops.kind == Kind.W)
     following = np.concatenate([table, np.full((*table.shape[:2], 1), -1)], axis=2)[ops.kind, stage, microbatch + 1]
     whole = np.array([each.offloadable_bytes for each in problem.stages], np.int64)[stage]
+    above = np.where(ops.kind == Kind.F, table[Kind.F][stage - 1, microbatch], backward[stage - 1, microbatch])
+    chained = (ops.kind == Kind.F) | (ops.kind == Kind.B) | (ops.kind == Kind.BW)
     return {
         "out": table[Kind.O][stage, microbatch],
         "back": table[Kind.R][stage, microbatch],
         "own": np.where(owned, owner, -1),
         "weight": np.where(ops.kind == Kind.B, table[Kind.W][stage, microbatch], -1),
         "following": following,
+        "upstream": np.where(chained & (stage > 0), above, -1),
         "whole": np.where(ops.is_compute, 0, whole),
     }
 

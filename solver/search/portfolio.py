@@ -9,7 +9,7 @@ from optpipe.problem import LONGEST_MS, Problem
 from optpipe.timing import earliest
 from solver.ada_offload import ada_offload
 from solver.annealing import anneal
-from solver.annealing.sequences import anneal_sequences
+from solver.annealing.sequences import anneal_sequences, proposals
 from solver.bounds import lower_bound
 from solver.incumbent import Incumbent
 from solver.policy import Policy
@@ -29,6 +29,9 @@ _ANNEALED = 5_000
 #: Annealing of schedules with transfers: its part of the time that is left then, the effort of the first round, and
 #: temperatures at which it begins, in mean durations of a compute op, of twins and others.
 _ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
+#: Of a small schedule it makes several tries, until so many moves have been tried. Chance that microbatches may change
+#: places in one.
+_TRIED, _EXCHANGED = 500_000, 0.4
 #: Largest schedule with transfers that is annealed, in ops.
 _SEQUENCED = 20_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
@@ -268,17 +271,24 @@ class Line:
         whole = (problem, ops) if self.fluent else as_whole(problem, ops)
         if whole is None:
             return
-        found = anneal_sequences(
-            *whole,
-            seconds=seconds,
-            goal=best.bound,
-            seed=self.rng.getrandbits(32),
-            effort=_EFFORT * _MORE_RUNS**self.rounds,
-            hot=self.rng.choice(_HOT[self.home is None]),
-            parts=self.fluent,
-            on_improvement=best.taker("annealing") if self.fluent else None,
-        )
-        best.offer(found if self.fluent else as_parts(problem, whole[0], found), "annealing")
+        end = best.seconds + seconds
+        tries = max(1, round(_TRIED / (_EFFORT * proposals(whole[1]))))
+        for left in range(tries, 0, -1):
+            seconds = (end - best.seconds) / left
+            if seconds <= 0 or best.at_bound:
+                return
+            found = anneal_sequences(
+                *whole,
+                seconds=seconds,
+                goal=best.bound,
+                seed=self.rng.getrandbits(32),
+                effort=_EFFORT * _MORE_RUNS**self.rounds,
+                hot=self.rng.choice(_HOT[self.home is None]),
+                parts=self.fluent,
+                exchange=self.rng.random() < _EXCHANGED,
+                on_improvement=best.taker("annealing") if self.fluent else None,
+            )
+            best.offer(found if self.fluent else as_parts(problem, whole[0], found), "annealing")
 
     def _parents(self) -> list[Policy]:
         """Policies whose stages are to be evolved: the best one, the best of the other kind, and some others."""
