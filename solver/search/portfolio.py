@@ -31,7 +31,7 @@ _ANNEALED = 5_000
 _ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
 #: Of a small schedule it makes several tries, until so many moves have been tried. Chance that microbatches may change
 #: places in one.
-_TRIED, _EXCHANGED = 500_000, 0.4
+_TRIED, _EXCHANGED = 150_000, 0.4
 #: Largest schedule with transfers that is annealed, in ops.
 _SEQUENCED = 20_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
