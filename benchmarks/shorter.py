@@ -3,9 +3,11 @@
     python benchmarks/shorter.py --seconds 900
 
 HiGHS looks for a schedule with transfers of any part whose microbatches ascend in every kind of op of every stage;
-CP-SAT for one with whole transfers, or of halves, whose microbatches overtake each other, or do so in all but forwards.
+CP-SAT for one with whole transfers, or of halves, whose microbatches overtake each other.
 Where both prove that there is none, only a plan that moves other parts and has microbatches overtake each other could
 be shorter; the proven bounds, which allow that and more, are then short, or such a plan exists.
+
+Where the memory of one device alone explains a makespan, ``one_device.py`` says so to CP-SAT in a much smaller program.
 
 Where there are too many microbatches for that, CP-SAT looks for a pattern that repeats (``repeating.py``), one
 microbatch a period, at a pace between the bound's and that of the best plans. Where there is none, plans that are
@@ -18,7 +20,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `solver` is the package, not the script beside this
@@ -28,8 +29,8 @@ from ortools.sat.python import cp_model
 from benchmarks import tables
 from benchmarks.cpsat import build
 from benchmarks.lab import RESULTS, instance_file, references
+from benchmarks.one_device import without_others_memory
 from benchmarks.repeating import IN_FLIGHT, repeats
-from optpipe.ops import Kind
 from optpipe.problem import Problem
 from solver.milp import child
 from solver.milp.formulation import Options, formulate
@@ -38,13 +39,14 @@ from solver.milp.precedence import Contradiction
 
 PARTS = "microbatches in order, any part"
 LAST_TWO = f"{PARTS}; memory limits the last two devices alone"
-FORWARDS, WHOLE = "forwards in order, whole transfers", "microbatches in any order, whole transfers"
+WHOLE = "microbatches in any order, whole transfers"
 HALVES = "microbatches in any order, halves and wholes"
+THIRD = f"{HALVES}; memory limits device 2 alone"
 REPEATING = "one microbatch a period, again and again, parts of a tick"
 #: Problems with a gap, makespans (ms; of patterns: periods) below which a plan is looked for, and of which kind.
 CASES = (
     ("unit-s4-m8-memS2-off1", 28.7, PARTS),
-    ("unit-s4-m8-memS2-off1", 29.0, FORWARDS),
+    ("unit-s4-m8-memS2-off1", 29.0, THIRD),
     ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
     ("unit-s4-m8-memS2-off2", 32.0, HALVES),
     ("unit-s8-m16-memS3-off2", 59.3, LAST_TWO),
@@ -67,16 +69,24 @@ def with_parts(problem: Problem, below: float, lower: float, seconds: float) -> 
     return "one" if result.solution is not None else _THERE_IS.get(result.status, "unknown")
 
 
-def with_equal_parts(
-    problem: Problem, below: float, ascending: Collection[Kind], parts: int, seconds: float, threads: int
-) -> str:
-    """The same of CP-SAT, for transfers of some of a microbatch's equal parts. ``below`` and all times, also that of a
-    part, are whole ms."""
-    model = build(problem, longest=math.ceil(below) - 1, ascending=ascending, parts=parts)
+def with_equal_parts(problem: Problem, below: float, parts: int, seconds: float, threads: int) -> str:
+    """The same of CP-SAT, in any order, for transfers of some of a microbatch's equal parts. ``below`` and all times,
+    also that of a part, are whole ms."""
+    model = build(problem, longest=math.ceil(below) - 1, ascending=(), parts=parts)
     assert model.unit == 1.0, "times are whole ms: else a tick below is not the next shorter makespan"
+    return _solved(model.cp, seconds, threads)
+
+
+def with_one_budget(problem: Problem, device: int, below: float, parts: int, seconds: float, threads: int) -> str:
+    """The same where only one device has a budget. All times are whole ms, those of a part whole parts of one."""
+    return _solved(without_others_memory(problem, device, below, parts, ticks=parts), seconds, threads, linear=0)
+
+
+def _solved(model: cp_model.CpModel, seconds: float, threads: int, linear: int = 1) -> str:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.max_time_in_seconds = threads, seconds
-    return _THERE_IS.get(solver.status_name(solver.solve(model.cp)).lower(), "unknown")
+    solver.parameters.linearization_level = linear
+    return _THERE_IS.get(solver.status_name(solver.solve(model)).lower(), "unknown")
 
 
 def searched(name: str, below: float, kind: str, seconds: float, threads: int) -> list[tables.Cell]:
@@ -88,11 +98,12 @@ def searched(name: str, below: float, kind: str, seconds: float, threads: int) -
     if kind == LAST_TWO:
         limits = [None] * (problem.num_devices - 2) + [device.memory_bytes for device in problem.devices[-2:]]
         problem = problem.with_budgets(limits)
-    if kind in (PARTS, LAST_TWO):
+    if kind == THIRD:
+        found = with_one_budget(problem, 2, below, 2, seconds, threads)
+    elif kind in (PARTS, LAST_TWO):
         found = with_parts(problem, below, known.bound_ms, seconds)
     else:
-        ascending, parts = (Kind.F,) if kind == FORWARDS else (), 2 if kind == HALVES else 1
-        found = with_equal_parts(problem, below, ascending, parts, seconds, threads)
+        found = with_equal_parts(problem, below, 2 if kind == HALVES else 1, seconds, threads)
     return [name, known.bound_ms, known.best_ms, kind, below, found, _since(began)]
 
 

@@ -58,6 +58,52 @@ def test_cpsat_in_any_order_finds_what_an_independent_model_does(seed: int) -> N
     assert solver.solve(build(problem, longest=found - 1, ascending=()).cp) == cp_model.INFEASIBLE
 
 
+def _with_budget_on(device: int, devices: int, rng: random.Random) -> Problem:
+    """Whole ms, transfers of an even number of them, a budget for one device alone."""
+    stages = [
+        {"device": d, **{f"{kind}_ms": rng.randint(1, 3) for kind in ("forward", "backward", "weight")}}
+        | {"activation_bytes": 4, "weight_context_bytes": rng.choice([1, 2]), "offloadable_bytes": 4}
+        | dict.fromkeys(("offload_ms", "reload_ms"), rng.choice([2, 4]))
+        for d in range(devices)
+    ]
+    lanes = [(d, direction) for d in range(devices) for direction in ("d2h", "h2d")]
+    budget = rng.choice([5, 6, 8])
+    return Problem.model_validate(
+        {
+            "num_microbatches": 4,
+            "devices": [{"memory_bytes": budget if d == device else None} for d in range(devices)],
+            "stages": stages,
+            "comm_ms": [rng.randint(0, 1) for _ in range(devices - 1)],
+            "channels": [{"name": f"{d}-{w}", "transfers": [{"device": d, "direction": w}]} for d, w in lanes],
+        }
+    )
+
+
+@pytest.mark.parametrize(("device", "devices"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (2, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_program_of_one_budget_asks_no_more_than_the_problem(seed: int, device: int, devices: int) -> None:
+    """CP-SAT's optimum for the whole problem has a counterpart in it; on the second of two devices nothing shorter has.
+    (There both say the same: the first one's part is decided.)"""
+    pytest.importorskip("ortools")
+    from ortools.sat.python import cp_model
+
+    from benchmarks.cpsat import build
+    from benchmarks.one_device import without_others_memory
+
+    problem = _with_budget_on(device, devices, random.Random(100 * seed + 10 * device + devices))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    model = build(problem, ascending=(), parts=2)
+    assert model.unit == 1.0 and solver.solve(model.cp) == cp_model.OPTIMAL
+    least = round(solver.objective_value)
+    assert solver.solve(without_others_memory(problem, device, least + 1, 2, 1)) == cp_model.OPTIMAL
+    if devices == 2 and device == 1:
+        assert solver.solve(without_others_memory(problem, device, least, 2, 1)) == cp_model.INFEASIBLE
+    stage = problem.stages[device]
+    work = problem.num_microbatches * (stage.forward_ms + stage.backward_ms + stage.weight_ms)
+    assert solver.solve(without_others_memory(problem, device, work, 2, 1)) == cp_model.INFEASIBLE
+
+
 @pytest.mark.parametrize("out", [2.0, 4.0])
 @pytest.mark.parametrize("context", [0, 1, 2])
 @pytest.mark.parametrize("budget", [4, 6, 8])
