@@ -19,22 +19,20 @@ from optpipe.verify import verify
 from solver.ada_offload import ada_offload
 from solver.annealing import anneal
 from solver.annealing.clock import INFINITE, Walk
-from solver.annealing.moves import (
-    BLOCK,
-    LENGTH,
-    SLOTS,
-    UNDO,
-    _alike,
-    _exchange,
-    _move_block,
-    _take_back,
-    set_moved,
-    value_of,
-)
+from solver.annealing.exchange import alike, exchange_microbatches
+from solver.annealing.moves import BLOCK, LENGTH, SLOTS, _move_block, value_of
+from solver.annealing.places import UNDO, set_moved, take_back
 from solver.annealing.sequences import Sequences, anneal_sequences
 from solver.compiled import COMPILED, column
 from solver.schedules import generate
 from tests.random_schedules import fitted, random_problem, random_schedule
+
+
+def _with_transfers(rng: random.Random) -> tuple[Problem, Ops]:
+    """A random schedule with transfers, and a problem with as much memory as it needs."""
+    problem = random_problem(rng)
+    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
+    return fitted(problem, ops), ops
 
 
 @given(st.integers(0, 2**32))
@@ -95,9 +93,7 @@ def test_transfers_are_refused() -> None:
 def test_the_clock_of_sequences_is_no_slower_than_the_plan(seed: int) -> None:
     """Memory is waited for as long as it has to be, which may be less than for all that was free before."""
     rng = random.Random(seed)
-    problem = random_problem(rng)
-    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
-    problem = fitted(problem, ops)
+    problem, ops = _with_transfers(rng)
     sequences = Sequences(problem, ops)
     value = value_of(sequences.walk, INFINITE, column([0.0] * SLOTS, float))
     if value >= INFINITE:  # what takes no time has no place of its own at its instant
@@ -120,9 +116,7 @@ def _places(walk: Walk) -> list[int]:
 def test_a_block_passes_another_one_and_can_be_taken_back(seed: int, overtake: bool) -> None:
     """What contradicts neither data nor memory then is a valid schedule, timed as by ``timing``."""
     rng = random.Random(seed)
-    problem = random_problem(rng)
-    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
-    problem = fitted(problem, ops)
+    problem, ops = _with_transfers(rng)
     sequences = Sequences(problem, ops)
     walk, state = sequences.walk, column([0.0] * SLOTS, float)
     undo, block = column([0] * UNDO, int), column([0] * BLOCK, int)
@@ -142,7 +136,7 @@ def test_a_block_passes_another_one_and_can_be_taken_back(seed: int, overtake: b
             assert verify(problem, found) == []
             assert semantics.makespan(found) == pytest.approx(length)
             assert semantics.makespan(timing.earliest(problem, found)) <= length * (1 + 1e-9)
-        _take_back(walk.items, walk.order, undo)
+        take_back(walk.items, walk.order, undo)
         assert list(walk.order) == before
         assert _places(walk) == list(range(len(before)))
         assert value_of(walk, INFINITE, state) == first
@@ -153,9 +147,7 @@ def test_a_block_passes_another_one_and_can_be_taken_back(seed: int, overtake: b
 def test_microbatches_change_places_and_can_be_taken_back(seed: int, along: bool, alone: bool) -> None:
     """What contradicts neither data nor memory then is a valid schedule that moves as much, timed as by ``timing``."""
     rng = random.Random(seed)
-    problem = random_problem(rng)
-    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
-    problem = fitted(problem, ops)
+    problem, ops = _with_transfers(rng)
     sequences = Sequences(problem, ops)
     walk, state = sequences.walk, column([0.0] * SLOTS, float)
     items: Any = walk.items
@@ -170,12 +162,12 @@ def test_microbatches_change_places_and_can_be_taken_back(seed: int, along: bool
     for _ in range(20):
         before = list(walk.order)
         u = rng.choice(chained)
-        mate = _alike(walk, u, rng.randint(1, 3), rng.choice([-1, 1]))
+        mate = alike(walk, u, rng.randint(1, 3), rng.choice([-1, 1]))
         if mate < 0:
             continue
         assert sequences.ops.kind[u] == sequences.ops.kind[mate] and sequences.ops.stage[u] == sequences.ops.stage[mate]
         undo[0] = 0
-        pairs = _exchange(walk, undo, changed, before_bytes, 0, u, mate, along, alone, rng.randint(1, 3))
+        pairs = exchange_microbatches(walk, undo, changed, before_bytes, 0, u, mate, along, alone, rng.randint(1, 3))
         assert sorted(walk.order) == sorted(before) and list(walk.order) != before
         assert _places(walk) == list(range(n))
         assert sorted(moved()) == sorted(amounts) and (along or moved() == amounts)
@@ -185,7 +177,7 @@ def test_microbatches_change_places_and_can_be_taken_back(seed: int, along: bool
             found = sequences.schedule(list(walk.order), out)
             assert verify(problem, found) == []
             assert semantics.makespan(found) == pytest.approx(length)
-        _take_back(walk.items, walk.order, undo)
+        take_back(walk.items, walk.order, undo)
         for k in range(pairs - 1, -1, -1):
             set_moved(walk.items, changed[k], before_bytes[k])
         assert list(walk.order) == before and _places(walk) == list(range(n)) and moved() == amounts
@@ -242,9 +234,7 @@ def test_where_one_microbatch_fits_blocks_pass_each_other() -> None:
 @settings(max_examples=25, deadline=None)
 def test_annealed_sequences_are_valid_and_no_longer(seed: int, parts: bool, exchange: bool) -> None:
     rng = random.Random(seed)
-    problem = random_problem(rng)
-    ops = timing.earliest(problem, random_schedule(problem, rng, recompute=0.0))
-    problem = fitted(problem, ops)
+    problem, ops = _with_transfers(rng)
     told: list[Ops] = []
     options = {"seconds": 20.0, "seed": seed, "effort": 0.1, "parts": parts, "exchange": exchange}
     found = anneal_sequences(problem, ops, **options, on_improvement=told.append)

@@ -47,7 +47,7 @@ class Item:
     place
         Where it is in ``order``.
     role
-        See ``moves``.
+        See ``places``.
     key
         What ops that keep their order have in common.
     out, back

@@ -14,14 +14,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from solver.annealing.clock import INFINITE, Item, Walk, earliest_times
+from solver.annealing.exchange import alike, exchange_microbatches
 from solver.annealing.kernel import random_number
+from solver.annealing.places import (
+    BACKWARD,
+    FORWARD,
+    MOST_SHIFTS,
+    OUT,
+    WEIGHT,
+    bring_near,
+    set_moved,
+    shift,
+    take_back,
+)
 from solver.compiled import compiled
 
 #: Slots of ``state`` after the random number generator's: the present value, the best one, the last makespan, that of
 #: the best one.
 PRESENT, BEST, LENGTH, SHORTEST, SLOTS = 1, 2, 3, 4, 5
-#: Roles of ops: F, B or BW, W, O, R.
-FORWARD, BACKWARD, WEIGHT, OUT, BACK = range(5)
 #: What goes changes by multiples of one part in so many.
 _PARTS = 16
 #: Relative: a difference that counts. What the mean end of the devices weighs beside the last one.
@@ -38,10 +48,8 @@ _ALONG, _ALONE, _IN_TURN = 0.5, 0.2, 0.5
 _EARLIER, _PUT_OFF, _FAR = 0.5, 0.85, 2.5
 #: Places around an op in which another microbatch to stay or go is looked for.
 _NEAR = 24
-#: Chance that the microbatches that follow do the same, and about how many of them do; shifts after which no more do.
-_REPEATED, _REPEATS, _MOST_SHIFTS = 0.25, 4.0, 120
-#: Slots of ``undo``: how many shifts and swaps, and for each from where to where (a swap: -1 - where).
-UNDO = 2 * (_MOST_SHIFTS + 8) + 1
+#: Chance that the microbatches that follow do the same, and about how many of them do.
+_REPEATED, _REPEATS = 0.25, 4.0
 
 
 @compiled
@@ -57,49 +65,6 @@ def value_of(walk: Walk, limit: float, state: Any) -> float:
         if walk.last[d] >= 0:
             ends += walk.items[walk.last[d]].end
     return latest + _ENDS * ends / len(walk.yards)
-
-
-@compiled
-def _shift(items: Sequence[Item], order: Any, undo: Any, source: int, target: int) -> None:
-    """Move the op at ``source`` to ``target``; those in between give way. ``undo`` takes down the way back."""
-    x = order[source]
-    step = 1 if target > source else -1
-    p = source
-    while p != target:
-        v = order[p + step]
-        order[p] = v
-        items[v].place = p
-        p += step
-    order[target] = x
-    items[x].place = target
-    if undo[0] >= 0:
-        undo[1 + 2 * undo[0]] = target
-        undo[2 + 2 * undo[0]] = source
-        undo[0] += 1
-
-
-@compiled
-def _swap(items: Sequence[Item], order: Any, undo: Any, u: int, v: int) -> None:
-    """Two ops of one group change places. ``undo`` takes it down."""
-    a, b = items[u].place, items[v].place
-    order[a], order[b] = v, u
-    items[u].place, items[v].place = b, a
-    if undo[0] >= 0:
-        undo[1 + 2 * undo[0]] = a
-        undo[2 + 2 * undo[0]] = -1 - b
-        undo[0] += 1
-
-
-@compiled
-def _take_back(items: Sequence[Item], order: Any, undo: Any) -> None:
-    """Take all shifts and swaps back, the last one first."""
-    count = undo[0]
-    undo[0] = -1
-    for k in range(count - 1, -1, -1):
-        if undo[2 + 2 * k] < 0:
-            _swap(items, order, undo, order[undo[1 + 2 * k]], order[-1 - undo[2 + 2 * k]])
-        else:
-            _shift(items, order, undo, undo[1 + 2 * k], undo[2 + 2 * k])
 
 
 @compiled
@@ -157,16 +122,6 @@ def _hop(walk: Walk, source: int, far: int, step: int) -> int:
 
 
 @compiled
-def set_moved(items: Sequence[Item], out: int, moved: int) -> None:
-    """Have a pair of transfers move so many bytes; 0: none."""
-    there, back = items[out], items[items[out].back]
-    there.active = back.active = 1 if moved > 0 else 0
-    there.free = back.take = moved
-    there.duration = there.full * moved / there.whole
-    back.duration = back.full * moved / back.whole
-
-
-@compiled
 def _other_moved(item: Item, parts: bool, state: Any) -> int:
     """Other bytes to go: none or all; with ``parts`` also a little less or more."""
     moved = item.free
@@ -181,14 +136,6 @@ def _other_moved(item: Item, parts: bool, state: Any) -> int:
 
 
 @compiled
-def _bring_near(walk: Walk, undo: Any, back: int, lag: int) -> None:
-    """A reload to ``lag`` places before its backward."""
-    items, order = walk.items, walk.order
-    p = max(items[items[back].out].place + 1, items[items[back].own].place - lag)
-    _shift(items, order, undo, items[back].place, p if items[back].place > p else p - 1)
-
-
-@compiled
 def _have_go(walk: Walk, undo: Any, out: int, moved: int, lag: int) -> None:
     """Have a microbatch move so many bytes. One that did not go before leaves right after its F and is back ``lag``
     places before its backward."""
@@ -198,8 +145,8 @@ def _have_go(walk: Walk, undo: Any, out: int, moved: int, lag: int) -> None:
     set_moved(items, out, moved)
     if before == 0 and moved > 0:
         p = items[there.own].place
-        _shift(items, order, undo, there.place, p + 1 if there.place > p else p)
-        _bring_near(walk, undo, there.back, lag)
+        shift(items, order, undo, there.place, p + 1 if there.place > p else p)
+        bring_near(walk, undo, there.back, lag)
 
 
 @compiled
@@ -212,7 +159,7 @@ def _move_transfer(walk: Walk, undo: Any, u: int, far: int) -> bool:
     target = min(group.end - 1, max(group.first, source + far))
     if item.active == 0 or source == target or not _may_pass(items, order, source, target, False):
         return False
-    _shift(items, order, undo, source, target)
+    shift(items, order, undo, source, target)
     return True
 
 
@@ -239,16 +186,16 @@ def _move_compute(walk: Walk, undo: Any, u: int, far: int) -> bool:
     if mate >= 0:
         p = items[mate].place
         if item.role == FORWARD and source < p <= target:
-            _shift(items, order, undo, p, target)
+            shift(items, order, undo, p, target)
             target -= 1
         elif item.role == BACKWARD and target <= p < source:
-            _shift(items, order, undo, p, target)
+            shift(items, order, undo, p, target)
             target += 1
     if not _may_pass(items, order, source, target, False):
         return False
-    _shift(items, order, undo, source, target)
+    shift(items, order, undo, source, target)
     if mate >= 0 and item.role == FORWARD and step < 0:
-        _shift(items, order, undo, items[mate].place, target + 1)
+        shift(items, order, undo, items[mate].place, target + 1)
     return True
 
 
@@ -305,93 +252,9 @@ def _move_block(walk: Walk, undo: Any, u: int, step: int, overtake: bool, block:
             break
         if not _may_pass(items, order, source, target, overtake):
             return False
-        _shift(items, order, undo, source, target)
+        shift(items, order, undo, source, target)
         target -= step
     return True
-
-
-@compiled
-def _alike(walk: Walk, u: int, far: int, step: int) -> int:
-    """The op of ``u``'s kind and stage that is so many of these on (``step`` 1) or back (-1) in the sequence, or -1."""
-    items, order = walk.items, walk.order
-    group = walk.groups[items[u].group]
-    p = items[u].place + step
-    found = -1
-    while far > 0 and group.first <= p < group.end:
-        if items[order[p]].key == items[u].key:
-            found = order[p]
-            far -= 1
-        p += step
-    return found
-
-
-@compiled
-def _exchange_forwards(walk: Walk, undo: Any, u: int, v: int, along: bool, lag: int) -> bool:
-    """Two forwards of a stage change places; whether what goes of them is to be exchanged, too.
-
-    With ``along`` their offloads do as well, so that what a place frees stays as it is.
-    """
-    items, order = walk.items, walk.order
-    _swap(items, order, undo, u, v)
-    a, b = items[u].out, items[v].out
-    if not along or a < 0 or items[a].active + items[b].active == 0:
-        return False
-    _swap(items, order, undo, a, b)
-    if items[a].active == 0:
-        _bring_near(walk, undo, items[a].back, lag)
-    if items[b].active == 0:
-        _bring_near(walk, undo, items[b].back, lag)
-    return True
-
-
-@compiled
-def _exchange_backwards(walk: Walk, undo: Any, u: int, v: int, along: bool, lag: int) -> bool:
-    """Two backwards of a stage change places, with their W's and reloads; whether what goes of them is to be exchanged.
-
-    With ``along`` their offloads do as well, so that only the forwards stay where they are.
-    """
-    items, order = walk.items, walk.order
-    _swap(items, order, undo, u, v)
-    if items[u].weight >= 0 and items[v].weight >= 0:
-        _swap(items, order, undo, items[u].weight, items[v].weight)
-    a, b = items[u].out, items[v].out
-    if a < 0 or items[a].active + items[b].active == 0:
-        return False
-    if along or items[a].active + items[b].active == 2:
-        _swap(items, order, undo, items[a].back, items[b].back)
-    elif items[a].active:
-        _bring_near(walk, undo, items[a].back, lag)
-    else:
-        _bring_near(walk, undo, items[b].back, lag)
-    if along:
-        _swap(items, order, undo, a, b)
-    return along
-
-
-@compiled
-def _exchange(
-    walk: Walk, undo: Any, changed: Any, before: Any, pairs: int, u: int, v: int, along: bool, alone: bool, lag: int
-) -> int:
-    """The microbatches of two forwards or two backwards of a stage change places there and (unless ``alone``) on all
-    stages before it. Pairs of transfers that now move other bytes are noted in ``changed``, ``before`` after the first
-    ``pairs``; how many there are now."""
-    items = walk.items
-    while u >= 0 and v >= 0 and undo[0] < _MOST_SHIFTS:
-        if items[u].role == FORWARD:
-            bytes_too = _exchange_forwards(walk, undo, u, v, along, lag)
-        else:
-            bytes_too = _exchange_backwards(walk, undo, u, v, along, lag)
-        if bytes_too:
-            a, b = items[u].out, items[v].out
-            changed[pairs], before[pairs] = a, items[a].free
-            changed[pairs + 1], before[pairs + 1] = b, items[b].free
-            set_moved(items, a, before[pairs + 1])
-            set_moved(items, b, before[pairs])
-            pairs += 2
-        if alone:
-            break
-        u, v = items[u].upstream, items[v].upstream
-    return pairs
 
 
 @compiled
@@ -444,7 +307,7 @@ def anneal_some(
             if random_number(state) < _IN_TURN:
                 turns, far = far, 1
             side = 1 if other < 0.5 else -1
-            mate = _alike(walk, u, far, side)
+            mate = alike(walk, u, far, side)
             if mate < 0:
                 continue
         elif together:
@@ -471,12 +334,12 @@ def anneal_some(
         done = 0
         if mate >= 0:
             along, alone = random_number(state) < _ALONG, random_number(state) < _ALONE
-            while mate >= 0 and done < turns and undo[0] < _MOST_SHIFTS:
-                pairs = _exchange(walk, undo, changed, before, pairs, u, mate, along, alone, far)
+            while mate >= 0 and done < turns and undo[0] < MOST_SHIFTS:
+                pairs = exchange_microbatches(walk, undo, changed, before, pairs, u, mate, along, alone, far)
                 done += 1
-                mate = _alike(walk, u, 1, side)
+                mate = alike(walk, u, 1, side)
             u = -1
-        while u >= 0 and done < times and undo[0] < _MOST_SHIFTS:
+        while u >= 0 and done < times and undo[0] < MOST_SHIFTS:
             if moved >= 0:
                 changed[done] = u
                 before[done] = items[u].free
@@ -496,7 +359,7 @@ def anneal_some(
         if done > 0:
             value = value_of(walk, limit, state)
         if value > limit:
-            _take_back(items, order, undo)
+            take_back(items, order, undo)
             for i in range(pairs - 1, -1, -1):
                 set_moved(items, changed[i], before[i])
             continue

@@ -17,23 +17,8 @@ from optpipe.ops import Floats, Ints, Kind, Ops
 from optpipe.problem import Problem
 from solver.annealing.clock import INFINITE, LANES, WAITS, Group, Item, Walk, Yard
 from solver.annealing.graph import UNLIMITED
-from solver.annealing.moves import (
-    BACK,
-    BACKWARD,
-    BEST,
-    BLOCK,
-    FORWARD,
-    LENGTH,
-    OUT,
-    PRESENT,
-    SHORTEST,
-    SLOTS,
-    UNDO,
-    WEIGHT,
-    anneal_some,
-    set_moved,
-    value_of,
-)
+from solver.annealing.moves import BEST, BLOCK, LENGTH, PRESENT, SHORTEST, SLOTS, anneal_some, value_of
+from solver.annealing.places import BACK, BACKWARD, FORWARD, OUT, UNDO, WEIGHT, set_moved
 from solver.compiled import COMPILED, column, records
 
 #: Proposals between two looks at the clock; of a first try: an op, and times ops, at most.
