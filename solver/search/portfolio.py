@@ -28,15 +28,15 @@ _PLACED, _RUNS, _MORE_RUNS = 100_000, 250, 3
 _ANNEALED = 5_000
 #: Annealing of schedules with transfers: its part of the time that is left then, the effort of the first round, and
 #: temperatures at which it begins, in mean durations of a compute op, of twins and others.
-_ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
-#: Of a small schedule it makes several tries, until so many moves have been tried. Chance that microbatches may change
-#: places in one.
-_TRIED, _EXCHANGED = 150_000, 0.4
+_ANNEALING, _EFFORT, _HOT = 0.7, 6.0, ((0.03, 0.05), (0.1, 0.3))
+#: Moves that a try makes at least, and that a small schedule's tries make together: microbatches may change places in
+#: every other one of them, and in this share of single tries. Compute ops of a problem that is small.
+_TRY, _TRIED, _EXCHANGED, _SMALL = 200_000, 600_000, 0.4, 200
 #: Largest schedule with transfers that is annealed, in ops.
 _SEQUENCED = 20_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
-_WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
+_WINDOWS, _WINDOWS_PART, _WINDOWED = 10, 0.4, 2_500
 #: Windows in which shares are free, of a schedule that was found without; of one that comes home from a twin or sibling
 #: if it is this close (of the best).
 _WINDOWS_APART, _NEAR = 10, 0.02
@@ -56,9 +56,10 @@ class Portfolio:
     makes the next, longer one (siblings apart from the others): half of the time goes to the longest rounds but one
     and so on, down to lines that begin anew. A large problem has one line only: there is no time for more.
 
-    Of four lines one searches a sibling, with fewer microbatches (see ``siblings``), and two, where there are
-    offloads, twins, whose times are a little off. Where times are round many things happen at one instant, and none of
-    a schedule's neighbours is shorter though schedules further off are; the twin's schedule is re-timed.
+    Of four lines one searches a sibling, with fewer microbatches (see ``siblings``), and two (of a small problem one),
+    where there are offloads, twins, whose times are a little off. Where times are round many things happen at one
+    instant, and none of a schedule's neighbours is shorter though schedules further off are; the twin's schedule is
+    re-timed.
 
     A round does a fixed amount of work, so with the same seed and no time pressure it finds the same schedule.
     """
@@ -105,7 +106,8 @@ class Portfolio:
         problem = self.incumbent.problem
         offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
         few = sibling(problem, rng) if self.lines % 4 == 3 else None
-        if offloads and (self.lines % 4 in (1, 2) or (few is not None and rng.random() < 0.5)):
+        twins = (2,) if 3 * problem.num_stages * problem.num_microbatches <= _SMALL else (1, 2)
+        if offloads and (self.lines % 4 in twins or (few is not None and rng.random() < 0.5)):
             return twin(few or problem, rng)
         return few
 
@@ -272,7 +274,9 @@ class Line:
         if whole is None:
             return
         end = best.seconds + seconds
-        tries = max(1, round(_TRIED / (_EFFORT * proposals(whole[1]))))
+        moves = proposals(whole[1])
+        effort = max(_EFFORT, _TRY / moves)
+        tries = max(1, round(_TRIED / (effort * moves)))
         for left in range(tries, 0, -1):
             seconds = (end - best.seconds) / left
             if seconds <= 0 or best.at_bound:
@@ -282,10 +286,10 @@ class Line:
                 seconds=seconds,
                 goal=best.bound,
                 seed=self.rng.getrandbits(32),
-                effort=_EFFORT * _MORE_RUNS**self.rounds,
+                effort=effort * _MORE_RUNS**self.rounds,
                 hot=self.rng.choice(_HOT[self.home is None]),
                 parts=self.fluent,
-                exchange=self.rng.random() < _EXCHANGED,
+                exchange=left % 2 == 1 if tries > 1 else self.rng.random() < _EXCHANGED,
                 on_improvement=best.taker("annealing") if self.fluent else None,
             )
             best.offer(found if self.fluent else as_parts(problem, whole[0], found), "annealing")
