@@ -196,11 +196,19 @@ def _faults(lines: list[Line], runs: list[Run]) -> list[str]:
 
 
 def _quality(lines: list[Line], run: Run) -> list[str]:
-    def count(most: float) -> str:
-        return _share([line for line in lines if (gap := line.gap(run)) is not None and gap <= most], lines)
+    def near(line: Line, most: float) -> bool:
+        return (gap := line.gap(run)) is not None and gap <= most
 
-    whole = [line for line in lines if line.reference.whole_bound_ms is not None]
-    shortest = [line.name for line in whole if _within(line.makespan(run), line.reference.whole_bound_ms, 0.01)]
+    def near_whole(line: Line, most: float) -> bool:
+        return _within(line.makespan(run), line.reference.whole_bound_ms, most)
+
+    def count(most: float) -> str:
+        return _share([line for line in lines if near(line, most)], lines)
+
+    def count_whole(most: float) -> str:
+        return _share([line for line in lines if near(line, most) or near_whole(line, most)], lines)
+
+    shortest = [line.name for line in lines if near_whole(line, 0.01)]
     above, below, beaten = [], [], []
     for line in lines:
         makespan, best = line.makespan(run), line.reference.best_ms
@@ -214,7 +222,8 @@ def _quality(lines: list[Line], run: Run) -> list[str]:
     return [
         f"{title}: gap at most 0.5% on {count(0.005)}, at most 1% on {count(0.01)}, none on {count(_SAME)}",
         f"{title}: of the others within 1% of what plans that move activations whole are proven to take, of some with "
-        f"microbatches in order: {_named(shortest)} (shorter.md)",
+        f"microbatches in order: {_named(shortest)} (shorter.md); with these at most 0.5% on {count_whole(0.005)}, at "
+        f"most 1% on {count_whole(0.01)}",
         f"{title}: more than 0.1% above the best known on {_named(above)}",
         f"{title}: below the best known on {_named(below)}",
         f"{title}: above a known schedule on {_named(beaten)}",

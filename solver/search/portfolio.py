@@ -28,15 +28,17 @@ _PLACED, _RUNS, _MORE_RUNS = 100_000, 250, 3
 _ANNEALED = 5_000
 #: Annealing of schedules with transfers: its part of the time that is left then, the effort of the first round, and
 #: temperatures at which it begins, in mean durations of a compute op, of twins and others.
-_ANNEALING, _EFFORT, _HOT = 0.7, 6.0, ((0.03, 0.05), (0.1, 0.3))
-#: Moves that a try makes at least, and that a small schedule's tries make together: microbatches may change places in
-#: every other one of them, and in this share of single tries. Compute ops of a problem that is small.
-_TRY, _TRIED, _EXCHANGED, _SMALL = 200_000, 600_000, 0.4, 200
+_ANNEALING, _EFFORT, _HOT = 0.7, 3.0, ((0.03, 0.05), (0.1, 0.3))
+#: It makes several tries until so many moves have been tried. Chance that microbatches may change places in one.
+_TRIED, _EXCHANGED = 150_000, 0.4
+#: Compute ops of a problem that is small; how often it is annealed in a round (microbatches change places every other
+#: time), the moves of each in the first round, and the windows of that. Windows took nearly all of the time otherwise.
+_SMALL, _TRIES, _TRY, _WINDOWS_SMALL = 200, 3, 200_000, 10
 #: Largest schedule with transfers that is annealed, in ops.
 _SEQUENCED = 20_000
 #: Windows that HiGHS solves in the first round, its part of the time that is left then, and the compute ops of the
 #: largest problem in which a window is formulated fast enough.
-_WINDOWS, _WINDOWS_PART, _WINDOWED = 10, 0.4, 2_500
+_WINDOWS, _WINDOWS_PART, _WINDOWED = 20, 0.6, 2_500
 #: Windows in which shares are free, of a schedule that was found without; of one that comes home from a twin or sibling
 #: if it is this close (of the best).
 _WINDOWS_APART, _NEAR = 10, 0.02
@@ -106,7 +108,7 @@ class Portfolio:
         problem = self.incumbent.problem
         offloads = any(problem.can_offload(s) for s in range(problem.num_stages))
         few = sibling(problem, rng) if self.lines % 4 == 3 else None
-        twins = (2,) if 3 * problem.num_stages * problem.num_microbatches <= _SMALL else (1, 2)
+        twins = (2,) if _is_small(problem) else (1, 2)
         if offloads and (self.lines % 4 in twins or (few is not None and rng.random() < 0.5)):
             return twin(few or problem, rng)
         return few
@@ -131,6 +133,10 @@ def twin(problem: Problem, rng: random.Random) -> Problem:
     return Problem.model_validate(value)
 
 
+def _is_small(problem: Problem) -> bool:
+    return 3 * problem.num_stages * problem.num_microbatches <= _SMALL
+
+
 class Line:
     """The searches on one incumbent, and what they learn from one round to the next.
 
@@ -141,6 +147,7 @@ class Line:
 
     def __init__(self, incumbent: Incumbent, rng: random.Random, fluent: bool, home: Incumbent | None = None) -> None:
         self.incumbent, self.rng, self.fluent, self.home = incumbent, rng, fluent, home
+        self.small = _is_small((home or incumbent).problem)
         self.start = incumbent.ops
         self.value = float("inf")  # of the best schedule, also of those that move other shares
         self.pool: list[tuple[float, int, Policy]] = []
@@ -190,7 +197,8 @@ class Line:
         self._anneal_sequences(_ANNEALING * (end - incumbent.seconds))
         if self.fluent:
             self._reshare(incumbent, end)
-        self._windows(incumbent, _WINDOWS * 2**self.rounds, end, parts=self.fluent)
+        windows = _WINDOWS_SMALL if self.small else _WINDOWS
+        self._windows(incumbent, windows * 2**self.rounds, end, parts=self.fluent)
         placed = _PLACED * _MORE_RUNS**self.rounds
         around = 2 * min(runs, placed // (3 * problem.num_stages * problem.num_microbatches))
         search_around(incumbent, rng, runs=around, seconds=end - incumbent.seconds)
@@ -275,8 +283,9 @@ class Line:
             return
         end = best.seconds + seconds
         moves = proposals(whole[1])
-        effort = max(_EFFORT, _TRY / moves)
-        tries = max(1, round(_TRIED / (effort * moves)))
+        effort, tries = _EFFORT, max(1, round(_TRIED / (_EFFORT * moves)))
+        if self.small:
+            effort, tries = _TRY / moves, _TRIES
         for left in range(tries, 0, -1):
             seconds = (end - best.seconds) / left
             if seconds <= 0 or best.at_bound:
@@ -289,7 +298,7 @@ class Line:
                 effort=effort * _MORE_RUNS**self.rounds,
                 hot=self.rng.choice(_HOT[self.home is None]),
                 parts=self.fluent,
-                exchange=left % 2 == 1 if tries > 1 else self.rng.random() < _EXCHANGED,
+                exchange=left % 2 == 1 if self.small else self.rng.random() < _EXCHANGED,
                 on_improvement=best.taker("annealing") if self.fluent else None,
             )
             best.offer(found if self.fluent else as_parts(problem, whole[0], found), "annealing")
