@@ -45,7 +45,7 @@ THIRD = f"{HALVES}; memory limits device 2 alone"
 REPEATING = "one microbatch a period, again and again, parts of a tick"
 #: Problems with a gap, makespans (ms; of patterns: periods) below which a plan is looked for, and of which kind.
 CASES = (
-    ("unit-s4-m8-memS2-off1", 28.7, PARTS),
+    ("unit-s4-m8-memS2-off1", 28.713, PARTS),
     ("unit-s4-m8-memS2-off1", 29.0, THIRD),
     ("unit-s4-m8-memS2-off2", 32.0, WHOLE),
     ("unit-s4-m8-memS2-off2", 32.0, HALVES),
